@@ -1,0 +1,136 @@
+"""One SQLite file: connecting, preparing and writing it.
+
+Every function that touches data takes ``db``, a connection from :func:`connect`, as its first argument.
+"""
+
+import contextlib
+import pathlib
+import sqlite3
+
+SCHEMA = pathlib.Path(__file__).with_name("schema.sql")
+VERSION = 1  # PRAGMA user_version of schema.sql; raise it together with a step in MIGRATIONS
+MIGRATIONS: dict[int, str] = {}  # from version -> script that leads to the next one
+
+# SQLite 3.7.0 to 3.51.2 can corrupt a WAL that several connections checkpoint at once
+# (https://sqlite.org/wal.html, "the WAL-reset bug"), so older libraries get a rollback journal.
+WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
+
+
+class NotReady(Exception):
+    """The database is missing, was made by another version, or belongs to the other mode."""
+
+
+def connect(path, *, durable=True):
+    """Open the database at ``path`` (created if missing) in autocommit mode, rows by name.
+
+    A commit is on the disk when it returns. ``durable=False`` is for counters that may be lost.
+    """
+    db = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA foreign_keys = ON")
+    if durable:
+        db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'DELETE'}")
+        db.execute(f"PRAGMA synchronous = {'FULL' if WAL_IS_SAFE else 'EXTRA'}")
+    else:
+        db.execute("PRAGMA journal_mode = MEMORY")
+        db.execute("PRAGMA synchronous = OFF")
+    return db
+
+
+@contextlib.contextmanager
+def transaction(db):
+    """Hold the one write lock from the first statement on; commit at the end, roll back on any error."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def snapshot(db):
+    """Read several statements from one state of the database."""
+    db.execute("BEGIN")
+    try:
+        yield db
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
+
+def init(db, *, mode):
+    """Create or migrate the tables, and bind the file to ``mode`` (``sandbox`` or ``live``) for good."""
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0:
+        with transaction(db):
+            for statement in _statements(SCHEMA.read_text()):
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {VERSION}")
+    while 0 < version < VERSION:
+        with transaction(db):
+            for statement in _statements(MIGRATIONS[version]):
+                db.execute(statement)
+            version += 1
+            db.execute(f"PRAGMA user_version = {version}")
+    db.execute("INSERT INTO meta (key, value) VALUES ('mode', :mode) ON CONFLICT DO NOTHING", {"mode": mode})
+    check(db, mode=mode)
+
+
+def check(db, *, mode):
+    """Refuse a file that this code and this mode must not touch. Raises :class:`NotReady`."""
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version != VERSION:
+        made = "is not initialised" if version == 0 else f"has schema version {version}, this code needs {VERSION}"
+        raise NotReady(f"The database {made}: run `python cli.py init`.")
+    found = meta(db, "mode")
+    if found != mode:
+        raise NotReady(f"The database belongs to the {found} mode and must not be used in {mode} mode.")
+
+
+def meta(db, key, default=None):
+    """Return one remembered value (text)."""
+    row = db.execute("SELECT value FROM meta WHERE key = :key", {"key": key}).fetchone()
+    return row["value"] if row else default
+
+
+def set_meta(db, key, value):
+    """Remember one value; None forgets it."""
+    if value is None:
+        db.execute("DELETE FROM meta WHERE key = :key", {"key": key})
+    else:
+        db.execute(
+            "INSERT INTO meta (key, value) VALUES (:key, :value)"
+            " ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            {"key": key, "value": str(value)},
+        )
+
+
+def journal_mode(db):
+    """Read back which journal SQLite really uses, such as ``delete`` or ``wal``."""
+    return db.execute("PRAGMA journal_mode").fetchone()[0]
+
+
+def backup(db, path):
+    """Copy the live database to ``path`` with SQLite's backup API; the copy is consistent and complete."""
+    target = sqlite3.connect(path)
+    try:
+        db.backup(target)
+        if target.execute("PRAGMA integrity_check").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError(f"The backup {path} failed its integrity check.")
+    finally:
+        target.close()
+
+
+def _statements(script):
+    """Split a script into statements, so that it can run inside one transaction."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+    if statement.strip():
+        yield statement
