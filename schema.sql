@@ -4,3 +4,161 @@ CREATE TABLE meta (
   key   TEXT PRIMARY KEY,
   value TEXT NOT NULL
 ) STRICT, WITHOUT ROWID;
+
+-- Deals ------------------------------------------------------------------------------------------------------
+
+CREATE TABLE deals (
+  id                TEXT PRIMARY KEY,
+  version           INTEGER NOT NULL DEFAULT 1,   -- grows with every change that a reader can see
+  attempt           INTEGER NOT NULL DEFAULT 1,   -- a lapsed deal may be paid again: the next attempt
+  state             TEXT NOT NULL CHECK (state IN ('pending', 'funded', 'accepted', 'delivered', 'disputed',
+                                                   'released', 'refunded', 'split', 'lapsed')),
+  master_key        TEXT NOT NULL,                -- M it was made under, compressed, hex
+  terms             TEXT NOT NULL,                -- canonical JSON (RFC 8785); the deposit address commits to it
+  deposit_address   TEXT NOT NULL UNIQUE,
+  amount_units      INTEGER NOT NULL CHECK (amount_units > 0),
+  price_units       INTEGER NOT NULL CHECK (price_units >= amount_units),
+  seller_address    TEXT NOT NULL,
+  buyer_address     TEXT NOT NULL CHECK (buyer_address <> seller_address),
+  secret_hash       TEXT NOT NULL,
+  ref               TEXT,
+  instant           INTEGER NOT NULL CHECK (instant IN (0, 1)),
+  deadline_hours    INTEGER NOT NULL,
+  review_hours      INTEGER NOT NULL,
+  decide_hours      INTEGER NOT NULL,
+  created_at        INTEGER NOT NULL,
+  funded_at         INTEGER,
+  accepted_at       INTEGER,
+  delivered_at      INTEGER,
+  disputed_at       INTEGER,
+  ended_at          INTEGER,
+  deliver_by        INTEGER,
+  review_ends_at    INTEGER,
+  decide_by         INTEGER,
+  due_at            INTEGER,                      -- when the clock moves this deal; null when nothing is running
+  look_at           INTEGER,                      -- when to look at the deposit on the chain again; null: never
+  delivery_url      TEXT,
+  delivery_sha256   TEXT,
+  delivery_note     TEXT,
+  dispute_reason    TEXT,
+  dispute_statement TEXT,
+  decision_note     TEXT,
+  seller_offer_units INTEGER CHECK (seller_offer_units BETWEEN 0 AND amount_units),
+  buyer_offer_units  INTEGER CHECK (buyer_offer_units BETWEEN 0 AND amount_units),
+  seller_units      INTEGER CHECK (seller_units BETWEEN 0 AND amount_units),  -- what the end of the deal gives the seller
+  CHECK ((state IN ('released', 'refunded', 'split')) = (seller_units IS NOT NULL)),
+  CHECK (state <> 'released' OR seller_units = amount_units),
+  CHECK (state <> 'refunded' OR seller_units = 0),
+  CHECK (state IN ('pending', 'lapsed') OR funded_at IS NOT NULL),
+  CHECK ((state IN ('funded', 'accepted', 'delivered', 'disputed')) = (due_at IS NOT NULL))
+) STRICT;
+CREATE INDEX deals_due ON deals (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX deals_look ON deals (look_at) WHERE look_at IS NOT NULL;
+CREATE INDEX deals_open ON deals (state, created_at)
+  WHERE state IN ('pending', 'funded', 'accepted', 'delivered', 'disputed');
+
+CREATE TABLE deal_events (
+  deal_id TEXT NOT NULL REFERENCES deals,
+  number  INTEGER NOT NULL,
+  at      INTEGER NOT NULL,
+  event   TEXT NOT NULL,
+  actor   TEXT NOT NULL CHECK (actor IN ('buyer', 'seller', 'clock', 'chain', 'operator')),
+  state   TEXT NOT NULL,
+  content TEXT,                                   -- what the actor sent, canonical JSON without its proof
+  PRIMARY KEY (deal_id, number)
+) STRICT, WITHOUT ROWID;
+
+-- Money in ---------------------------------------------------------------------------------------------------
+
+CREATE TABLE payments (
+  id               INTEGER PRIMARY KEY,
+  deal_id          TEXT NOT NULL REFERENCES deals,
+  attempt          INTEGER NOT NULL,
+  payer            TEXT NOT NULL,
+  nonce            TEXT NOT NULL,
+  protocol         TEXT NOT NULL CHECK (protocol IN ('x402', 'mpp')),
+  status           TEXT NOT NULL CHECK (status IN ('claimed', 'unknown', 'settled', 'refused')),
+  value_units      INTEGER NOT NULL,
+  valid_after      INTEGER NOT NULL,
+  valid_before     INTEGER NOT NULL,
+  signature        TEXT NOT NULL,
+  resource_url     TEXT NOT NULL,
+  challenge_id     TEXT,                          -- MPP: the challenge this payment answered
+  claimed_at       INTEGER NOT NULL,
+  lease_until      INTEGER NOT NULL,              -- one worker at a time: who holds the lease may settle
+  settled_at       INTEGER,
+  transaction_hash TEXT,
+  reason           TEXT,                          -- what the last settle or look-up said
+  answer_headers   TEXT,                          -- the stored 200, byte for byte; null once it has expired
+  answer_body      BLOB,
+  UNIQUE (payer, nonce),
+  UNIQUE (deal_id, attempt)
+) STRICT;
+CREATE INDEX payments_answered ON payments (settled_at) WHERE answer_body IS NOT NULL;
+
+CREATE TABLE idempotency_keys (
+  payer     TEXT NOT NULL,
+  key       TEXT NOT NULL,
+  body_hash TEXT NOT NULL,
+  deal_id   TEXT NOT NULL,
+  PRIMARY KEY (payer, key)
+) STRICT, WITHOUT ROWID;
+
+-- Money out --------------------------------------------------------------------------------------------------
+
+CREATE TABLE transfers (
+  deal_id          TEXT NOT NULL REFERENCES deals,
+  leg              TEXT NOT NULL CHECK (leg IN ('seller', 'buyer', 'fee', 'guarantee') OR leg GLOB 'surplus-[1-9]*'),
+  payee            TEXT NOT NULL,
+  value_units      INTEGER NOT NULL CHECK (value_units > 0),
+  valid_after      INTEGER NOT NULL DEFAULT 0,
+  valid_before     INTEGER NOT NULL,
+  nonce            TEXT NOT NULL UNIQUE,          -- keccak256(deal id | leg): the token takes each leg once
+  signature        TEXT,                          -- null until the sweep, which alone has the key, has signed
+  status           TEXT NOT NULL CHECK (status IN ('due', 'signed', 'sent', 'blocked', 'confirmed', 'offered')),
+  transaction_hash TEXT,
+  created_at       INTEGER NOT NULL,
+  confirmed_at     INTEGER,
+  attempts         INTEGER NOT NULL DEFAULT 0,
+  next_at          INTEGER,                       -- when the sweep works on it next; null when it is finished
+  reason           TEXT,                          -- why the last attempt did not go through
+  PRIMARY KEY (deal_id, leg),
+  CHECK ((status = 'due') = (signature IS NULL)),
+  CHECK ((status IN ('confirmed', 'offered')) = (next_at IS NULL))
+) STRICT, WITHOUT ROWID;
+CREATE INDEX transfers_open ON transfers (next_at) WHERE next_at IS NOT NULL;
+
+-- A reader's cached record is valid for one version, so every change to what a record shows raises it.
+CREATE TRIGGER deal_event_seen AFTER INSERT ON deal_events
+  BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
+CREATE TRIGGER transfer_added AFTER INSERT ON transfers
+  BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
+CREATE TRIGGER transfer_changed AFTER UPDATE OF signature, status, transaction_hash ON transfers
+  BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
+CREATE TRIGGER payment_changed AFTER UPDATE OF status, transaction_hash ON payments
+  BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
+
+-- What the database itself forbids, whatever the code does.
+CREATE TRIGGER ended_stays_ended BEFORE UPDATE OF state ON deals
+  WHEN old.state IN ('released', 'refunded', 'split') AND new.state <> old.state
+  BEGIN SELECT RAISE(ABORT, 'a deal that has ended stays ended'); END;
+CREATE TRIGGER signed_stays_signed BEFORE UPDATE OF payee, value_units, valid_after, valid_before, nonce, signature ON transfers
+  WHEN old.signature IS NOT NULL
+  BEGIN SELECT RAISE(ABORT, 'a signed transfer never changes'); END;
+
+-- The sandbox's own world: a dollar that exists only here (empty in live mode) -----------------------------------
+
+CREATE TABLE sandbox_balances (
+  address TEXT PRIMARY KEY,
+  units   INTEGER NOT NULL CHECK (units >= 0)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE sandbox_authorizations (
+  authorizer       TEXT NOT NULL,
+  nonce            TEXT NOT NULL,
+  payee            TEXT,                          -- null: cancelled
+  units            INTEGER,
+  transaction_hash TEXT NOT NULL,
+  block            INTEGER NOT NULL,
+  PRIMARY KEY (authorizer, nonce)
+) STRICT, WITHOUT ROWID;
