@@ -1,0 +1,149 @@
+"""Counters that all workers share and that may be lost: slots in flight, wrong proofs, failing facilitators.
+
+They live in a file of their own beside the database, without durability: none of them is money.
+"""
+
+import contextlib
+import os
+import sqlite3
+
+import db as database
+from deals import Refusal
+
+SLOT_SECONDS = 90  # a slot whose worker died without a trace is free again after this
+PROOFS, PROOF_SECONDS = 10, 60
+FAILURES, FAILURE_SECONDS, REST_SECONDS = 5, 60, 30  # so many failures in such a time rest a facilitator that long
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS slots (
+  id INTEGER PRIMARY KEY, client TEXT NOT NULL, pid INTEGER NOT NULL, expires_at REAL NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS wrong_proofs (deal_id TEXT NOT NULL, client TEXT NOT NULL, at REAL NOT NULL) STRICT;
+CREATE INDEX IF NOT EXISTS wrong_proofs_by ON wrong_proofs (deal_id, client, at);
+CREATE TABLE IF NOT EXISTS circuits (
+  url TEXT PRIMARY KEY, failures INTEGER NOT NULL, since REAL NOT NULL, open_until REAL NOT NULL, reason TEXT
+) STRICT;
+"""
+
+
+def connect(database_path):
+    """Open the counters that belong to the database at ``database_path``, making the file if need be."""
+    path = f"{database_path}.counters"
+    try:
+        counters = database.connect(path, durable=False)
+        counters.executescript(TABLES)
+    except sqlite3.DatabaseError:
+        # It may be lost, and a crash may have torn it: start anew rather than refuse paying customers.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        counters = database.connect(path, durable=False)
+        counters.executescript(TABLES)
+    return counters
+
+
+@contextlib.contextmanager
+def slot(counters, client, *, now, most, most_per_client):
+    """Occupy one place among the paid calls in flight; refuses with rate_limited when there is none."""
+    taken = _take(counters, client, now, most, most_per_client)
+    if taken is None and _free_the_dead(counters, now):
+        taken = _take(counters, client, now, most, most_per_client)
+    if taken is None:
+        raise Refusal(
+            "rate_limited", "Too many paid calls are in flight; nothing was charged. Retry with the same payment.",
+            headers={"Retry-After": "5"},
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        counters.execute("DELETE FROM slots WHERE id = :id", {"id": taken})
+
+
+def _take(counters, client, now, most, most_per_client):
+    row = counters.execute(
+        "INSERT INTO slots (client, pid, expires_at) SELECT :client, :pid, :expires"
+        " WHERE (SELECT count(*) FROM slots) < :most"
+        " AND (SELECT count(*) FROM slots WHERE client = :client) < :most_per_client RETURNING id",
+        {"client": client, "pid": os.getpid(), "expires": now + SLOT_SECONDS, "most": most,
+         "most_per_client": most_per_client},
+    ).fetchone()  # fmt: skip
+    return row and row["id"]
+
+
+def _free_the_dead(counters, now):
+    """Free the slots of workers that died; returns how many."""
+    freed = counters.execute("DELETE FROM slots WHERE expires_at <= :now", {"now": now}).rowcount
+    for (pid,) in counters.execute("SELECT DISTINCT pid FROM slots").fetchall():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            freed += counters.execute("DELETE FROM slots WHERE pid = :pid", {"pid": pid}).rowcount
+        except PermissionError:
+            pass  # alive, under another user
+    return freed
+
+
+def check_proofs(counters, deal_id, client, *, now):
+    """Refuse a client that has sent ten wrong proofs for one deal within a minute; others are not affected."""
+    recent = counters.execute(
+        "SELECT at FROM wrong_proofs WHERE deal_id = :deal AND client = :client AND at > :since ORDER BY at DESC"
+        " LIMIT 1 OFFSET :last",
+        {"deal": deal_id, "client": client, "since": now - PROOF_SECONDS, "last": PROOFS - 1},
+    ).fetchone()
+    if recent:
+        wait = max(1, int(recent["at"] + PROOF_SECONDS - now + 0.999))
+        raise Refusal(
+            "rate_limited", f"Too many wrong proofs for this deal; try again in {wait} s.",
+            headers={"Retry-After": str(wait)},
+        )  # fmt: skip
+
+
+def wrong_proof(counters, deal_id, client, *, now):
+    """Count one wrong proof."""
+    counters.execute("DELETE FROM wrong_proofs WHERE at <= :old", {"old": now - PROOF_SECONDS})
+    counters.execute(
+        "INSERT INTO wrong_proofs (deal_id, client, at) VALUES (:deal, :client, :now)",
+        {"deal": deal_id, "client": client, "now": now},
+    )
+
+
+# -- The circuit breaker of the facilitators ------------------------------------------------------------------
+
+
+def usable(counters, url, *, now):
+    """Whether a facilitator may be called: its circuit is closed, or this call is the one probe of its rest's end."""
+    row = counters.execute("SELECT failures, open_until FROM circuits WHERE url = :url", {"url": url}).fetchone()
+    if row is None or row["open_until"] == 0:
+        return True
+    if now < row["open_until"]:
+        return False
+    probe = counters.execute(
+        "UPDATE circuits SET open_until = :until WHERE url = :url AND open_until = :seen",
+        {"url": url, "until": now + REST_SECONDS, "seen": row["open_until"]},
+    )
+    return probe.rowcount == 1
+
+
+def failed(counters, url, reason, *, now):
+    """Count a failure; too many of them in a short time open the circuit."""
+    counters.execute(
+        "INSERT INTO circuits (url, failures, since, open_until, reason) VALUES (:url, 1, :now, 0, :reason)"
+        " ON CONFLICT (url) DO UPDATE SET reason = :reason,"
+        " failures = CASE WHEN since > :now - :window THEN failures + 1 ELSE 1 END,"
+        " since = CASE WHEN since > :now - :window THEN since ELSE :now END",
+        {"url": url, "now": now, "reason": reason[:200], "window": FAILURE_SECONDS},
+    )
+    counters.execute(
+        "UPDATE circuits SET open_until = :until WHERE url = :url AND failures >= :most AND open_until = 0",
+        {"url": url, "until": now + REST_SECONDS, "most": FAILURES},
+    )
+
+
+def worked(counters, url):
+    """Close the circuit after a success; costs no write while all is well."""
+    if counters.execute("SELECT 1 FROM circuits WHERE url = :url", {"url": url}).fetchone():
+        counters.execute("DELETE FROM circuits WHERE url = :url", {"url": url})
+
+
+def circuits(counters):
+    """Return the facilitators that have failed lately, for /health."""
+    return counters.execute("SELECT url, failures, open_until, reason FROM circuits ORDER BY url").fetchall()
