@@ -394,7 +394,7 @@ class Ledger:
 
     def _post(self, body):
         try:
-            _, answer = exchange.post_json(self.url, body, seconds=self.seconds)
+            _, answer = exchange.post_json(self.url, body, seconds=self.seconds, again=True)
         except (exchange.Unreachable, exchange.NoAnswer) as error:
             raise ChainUnknown(str(error)) from error
         return answer

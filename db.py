@@ -4,8 +4,10 @@ Every function that touches data takes ``db``, a connection from :func:`connect`
 """
 
 import contextlib
+import os
 import pathlib
 import sqlite3
+import threading
 
 SCHEMA = pathlib.Path(__file__).with_name("schema.sql")
 VERSION = 1  # PRAGMA user_version of schema.sql; raise it together with a step in MIGRATIONS
@@ -35,6 +37,18 @@ def connect(path, *, durable=True):
         db.execute("PRAGMA journal_mode = MEMORY")
         db.execute("PRAGMA synchronous = OFF")
     return db
+
+
+_thread = threading.local()
+
+
+def here(path, opener=connect):
+    """Return this thread's own connection to ``path``, opened at first use and never carried across a fork."""
+    if getattr(_thread, "pid", None) != os.getpid():
+        _thread.pid, _thread.open = os.getpid(), {}
+    if (path, opener) not in _thread.open:
+        _thread.open[path, opener] = opener(path)
+    return _thread.open[path, opener]
 
 
 @contextlib.contextmanager

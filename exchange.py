@@ -24,13 +24,24 @@ class NoAnswer(Exception):
 _here = threading.local()
 
 
-def post_json(url, body, *, seconds, headers=None):
+def post_json(url, body, *, seconds, headers=None, again=False):
     """POST ``body`` as JSON and return (status, parsed JSON or None) within ``seconds`` in all.
 
     Redirects are not followed, proxies of the environment are ignored, certificates are checked, and no
-    more than 1 MiB is read. Raises Unreachable or NoAnswer.
+    more than 1 MiB is read. ``again``: a pure question, so a connection that the other side had closed in the
+    meantime is worth one more try. Raises Unreachable or NoAnswer.
     """
     _here.deadline = time.monotonic() + seconds
+    try:
+        return _post(url, body, seconds, headers)
+    except NoAnswer as error:
+        left = _here.deadline - time.monotonic()
+        if not again or left < seconds / 2 or not isinstance(error.__cause__, requests.exceptions.ConnectionError):
+            raise
+        return _post(url, body, left, headers)
+
+
+def _post(url, body, seconds, headers):
     try:
         with _session().post(
             url,

@@ -41,7 +41,7 @@ class Facilitator:
     def verify(self, payload, requirements, *, seconds):
         """Ask whether ``payload`` would settle; nothing moves."""
         try:
-            status, answer = self._post("verify", payload, requirements, seconds)
+            status, answer = self._post("verify", payload, requirements, seconds, again=True)
         except (exchange.Unreachable, exchange.NoAnswer) as error:
             return Verdict(None, f"no answer: {error}")
         if not isinstance(answer, dict) or not isinstance(answer.get("isValid"), bool):
@@ -58,9 +58,10 @@ class Facilitator:
             return Outcome("unknown", reason=f"no answer: {error}")
         return read_outcome(status, answer)
 
-    def _post(self, verb, payload, requirements, seconds):
+    def _post(self, verb, payload, requirements, seconds, *, again=False):
         body = {"x402Version": 2, "paymentPayload": payload, "paymentRequirements": requirements}
-        return exchange.post_json(f"{self.url}/{verb}", body, seconds=seconds, headers=self._headers)
+        url = f"{self.url}/{verb}"
+        return exchange.post_json(url, body, seconds=seconds, headers=self._headers, again=again)
 
 
 def read_outcome(status, answer):

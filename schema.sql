@@ -87,7 +87,8 @@ CREATE TABLE payments (
   claimed_at       INTEGER NOT NULL,
   lease_until      INTEGER NOT NULL,              -- one worker at a time: who holds the lease may settle
   settled_at       INTEGER,
-  transaction_hash TEXT,
+  transaction_hash TEXT,                          -- the transaction the chain shows, never what a facilitator says
+  claimed_hash     TEXT,                          -- what a facilitator said: a place to look first
   reason           TEXT,                          -- what the last settle or look-up said
   answer_headers   TEXT,                          -- the stored 200, byte for byte; null once it has expired
   answer_body      BLOB,

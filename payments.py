@@ -1,0 +1,369 @@
+"""The paid call: quote, check, verify, claim, then settlement.py. Every answer of the paid endpoint is made here."""
+
+import dataclasses
+import json
+
+import chain
+import db as database
+import deals
+import limits
+import protocols
+import settlement
+from deals import Refusal
+from facilitators import MENDABLE
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One request to create a deal, free of HTTP machinery. ``refusal`` says why ``terms`` is None."""
+
+    url: str
+    body: bytes
+    terms: deals.Terms | None
+    refusal: Refusal | None
+    signatures: tuple = ()
+    authorizations: tuple = ()
+    idempotency_key: str | None = None
+    client: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict
+    body: bytes
+
+
+def check_terms(world, body):
+    """Turn a body that fits the published schema into Terms; refuses what a schema cannot say."""
+    settings, seller = world.settings, body["seller_address"]
+    if not chain.is_address(seller):
+        raise Refusal("invalid_request", "seller_address mixes cases but fails its EIP-55 checksum: check for a typo.")
+    terms = deals.terms(body)
+    if not settings.min_amount_units <= terms.amount_units <= settings.max_amount_units:
+        low, high = deals.usd(settings.min_amount_units), deals.usd(settings.max_amount_units)
+        raise Refusal("invalid_request", f"amount_usd must be from {low} to {high}.")
+    deposit = chain.deposit_address(world.terminal.master_key, terms.canonical)
+    if terms.seller_address in (chain.ZERO_ADDRESS, world.terminal.token.address, world.treasury, deposit):
+        raise Refusal("invalid_request", "seller_address must be the seller's own wallet.")
+    return terms
+
+
+def check_switches(db):
+    """Refuse with unavailable while the operator has switched the endpoint or the network off."""
+    off = db.execute("SELECT key FROM meta WHERE key IN ('off:deal', 'off:base') LIMIT 1").fetchone()
+    if off:
+        what = {"off:deal": "This endpoint", "off:base": "The payment network"}[off["key"]]
+        raise Refusal("unavailable", f"{what} is switched off; nothing was charged.", headers={"Retry-After": "300"})
+
+
+def create(db, world, call):
+    """Answer one call of the paid endpoint. Returns an :class:`Answer`; raises :class:`Refusal`."""
+    check_switches(db)
+    deal = None
+    if call.terms is not None:
+        deal = deals.find(db, call.terms.deal_id(world.terminal.master_key))
+    offer = offer_for(world, call, deal)
+    try:
+        payment = protocols.read(call.signatures, call.authorizations)
+        if payment is None:
+            return quote(world, unpaid(offer, call, deal))
+        if call.refusal:
+            raise call.refusal
+        protocols.match_terms(world.terminal, offer, payment)
+        _check_signature(world, deal, call.terms, payment)
+        return _pay(db, world, call, offer, payment)
+    except protocols.Mismatch as mismatch:
+        return quote(world, dataclasses.replace(offer, error=str(mismatch)))
+    except Refusal as refusal:
+        if refusal.code == "invalid_payment":
+            headers, _ = protocols.quote(world.terminal, offer, now=world.now())
+            refusal.headers.update(headers)
+        raise
+
+
+# -- Quotes -------------------------------------------------------------------------------------------------
+
+
+def offer_for(world, call, deal=None):
+    """Return what this call may be paid with; for a body that starts no deal, the treasury and the minimum price."""
+    settings, terminal = world.settings, world.terminal
+    if call.terms is None:
+        units = settings.price_units(settings.min_amount_units)
+        return protocols.Offer(None, world.treasury, units, call.url, call.body)
+    return protocols.Offer(
+        deal_id=call.terms.deal_id(terminal.master_key),
+        pay_to=chain.deposit_address(terminal.master_key, call.terms.canonical),
+        price_units=deal["price_units"] if _open(deal) else settings.price_units(call.terms.amount_units),
+        url=call.url,
+        body=call.body,
+        terms=call.terms.canonical.decode(),
+    )
+
+
+def unpaid(offer, call, deal):
+    """Say in an unpaid call's quote when it must not be signed: an invalid body, or a deal that exists."""
+    if call.refusal:
+        return dataclasses.replace(offer, invalid=True, error=f"{call.refusal.code}: {call.refusal.message}")
+    if _open(deal):
+        error = (
+            f"deal_exists: the deal {deal['id']} already has exactly these terms and is {deal['state']}."
+            " Do not sign this quote; use a fresh secret for another deal."
+        )
+        return dataclasses.replace(offer, invalid=True, error=error)
+    return offer
+
+
+def quote(world, offer, *, headers=None):
+    """Return the 402 for an offer."""
+    found, body = protocols.quote(world.terminal, offer, now=world.now())
+    return Answer(402, {**found, **(headers or {})}, body)
+
+
+def _open(deal):
+    return deal is not None and deal["state"] != "lapsed"
+
+
+def _check_signature(world, deal, terms, payment):
+    """Check that the payer itself signed the authorization, as its own key or as a contract wallet."""
+    authorization = payment.authorization
+    if authorization.payer in (terms.seller_address, authorization.to):
+        raise protocols.Mismatch("The seller cannot pay for its own deal: pay from the buyer's wallet.")
+    digest = authorization.digest(world.terminal.token)
+    if chain.signer(digest, payment.signature) == authorization.payer:
+        return
+    try:
+        if world.ledger.signed_by_contract(authorization.payer, digest, payment.signature):
+            return
+    except chain.ChainUnknown as error:
+        raise Refusal(
+            "unavailable", "The chain cannot be asked about this wallet's signature now; nothing was charged.",
+            headers={"Retry-After": "5"},
+        ) from error  # fmt: skip
+    raise protocols.Mismatch("The signature is not the payer's for exactly this authorization.")
+
+
+# -- Paying -------------------------------------------------------------------------------------------------
+
+
+def _pay(db, world, call, offer, payment):
+    """Answer a call with a payment that fits the terms: from what is stored, or by settling it."""
+    settings, now = world.settings, world.now()
+    answer = _known(db, world, offer, payment, call, now=now)
+    if answer:
+        return answer
+    with limits.slot(
+        world.counters(), call.client, now=world.clock(), most=settings.max_in_flight,
+        most_per_client=settings.max_in_flight_per_client,
+    ):  # fmt: skip
+        protocols.match_moment(world.terminal, offer, payment, now=now)
+        landed = _verify(world, offer, payment, now=now)
+        claimed = _claim(db, world, offer, payment, call, now=world.now())
+        if claimed is None:  # another request was faster: its claim decides
+            return _known(db, world, offer, payment, call, now=world.now()) or _in_progress()
+        return _outcome(db, world, offer, settlement.settle(db, world, claimed, send=not landed))
+
+
+def _known(db, world, offer, payment, call, *, now):
+    """Answer from what earlier calls stored; None when this payment is to be settled (decisions 2 and 7)."""
+    _check_keys(db, offer, payment, call)
+    deal = deals.find(db, offer.deal_id)
+    own = find_payment(db, payment.authorization)
+    if deal is None or (own is None and deal["state"] == "lapsed" and _may_retry(db, deal, payment, now=now)):
+        return None
+    if own is None:
+        return _other_payment(db, world, deal, payment, now=now)
+    if own["status"] == "settled":
+        return _stored(own)
+    if own["status"] == "refused":
+        return None
+    held = settlement.take_lease(db, world, own["id"], now=now)
+    if held is None:
+        return _in_progress()
+    return _outcome(db, world, offer, settlement.settle(db, world, held, send=True))
+
+
+def _check_keys(db, offer, payment, call):
+    """Refuse a key that this payer has used for other terms."""
+    for key, status in _keys(call, payment):
+        row = db.execute(
+            "SELECT body_hash FROM idempotency_keys WHERE payer = :payer AND key = :key",
+            {"payer": payment.authorization.payer, "key": key},
+        ).fetchone()
+        if row and row["body_hash"] != _terms_hash(call):
+            raise Refusal(
+                "idempotency_conflict", "This key was used before with another request body; nothing was charged.",
+                status=status,
+            )  # fmt: skip
+
+
+def _keys(call, payment):
+    """Yield the idempotency keys of a call with the status that a conflict answers."""
+    if call.idempotency_key:
+        yield "key:" + call.idempotency_key, 422
+    if payment.identifier:
+        yield "id:" + payment.identifier, 409
+
+
+def _terms_hash(call):
+    return chain.sha256(call.terms.canonical).hex()
+
+
+def find_payment(db, authorization):
+    """Return the payment row of one authorization, or None."""
+    return db.execute(
+        "SELECT * FROM payments WHERE payer = :payer AND nonce = :nonce",
+        {"payer": authorization.payer, "nonce": authorization.nonce},
+    ).fetchone()
+
+
+def _may_retry(db, deal, payment, *, now):
+    """Whether a new attempt may start on a lapsed deal: at once for the same payer; for another one only when
+    the earlier authorization is dead for certain, so that the money of two payers never meets in one deposit."""
+    if payment.authorization.payer == deal["buyer_address"]:
+        return True
+    row = db.execute("SELECT max(valid_before) AS last FROM payments WHERE deal_id = :id", {"id": deal["id"]}).fetchone()
+    return now > row["last"] + settlement.MARGIN
+
+
+def _other_payment(db, world, deal, payment, *, now):
+    """Answer a payment that is not the one this deal was made with; it is never settled."""
+    if payment.authorization.payer != deal["buyer_address"]:
+        raise Refusal(
+            "deal_exists", f"The deal {deal['id']} has exactly these terms and another buyer; nothing was charged.",
+            deal_id=deal["id"],
+        )  # fmt: skip
+    if deal["state"] == "pending":
+        return pending_answer(deal)
+    with database.transaction(db):
+        deals.apply_due(db, deal["id"], now=now, treasury=world.treasury)
+        deal = deals.find(db, deal["id"])
+        body = json.dumps([deals.record(db, deal, world.frame)]).encode()
+        row = db.execute(
+            "SELECT * FROM payments WHERE deal_id = :id AND status = 'settled'", {"id": deal["id"]}
+        ).fetchone()
+    return Answer(200, settlement.answer_headers(world, dict(row), protocol=payment.protocol, now=now), body)
+
+
+def _stored(own):
+    if own["answer_body"] is None:
+        raise Refusal(
+            "expired", "The stored answer to this payment has expired; nothing was charged. The deal is still there.",
+            deal_id=own["deal_id"],
+        )  # fmt: skip
+    return Answer(200, json.loads(own["answer_headers"]), own["answer_body"])
+
+
+def _in_progress():
+    raise Refusal(
+        "payment_in_progress", "This payment is being worked on: wait, then retry with the same payment.",
+        headers={"Retry-After": "2"},
+    )  # fmt: skip
+
+
+def pending_answer(deal):
+    """Return the 202: the outcome is not known yet, and a second payment would be a mistake."""
+    path = f"/v1/deals/{deal['id']}"
+    body = {
+        "id": deal["id"],
+        "state": "pending",
+        "message": "The outcome of this payment is not known yet. Do not pay again: poll the deal, or retry with the"
+        " same payment.",
+        "poll": path,
+    }
+    return Answer(202, {"Location": path, "Retry-After": str(settlement.LOOK_EVERY)}, json.dumps(body).encode())
+
+
+# -- Verify and claim ---------------------------------------------------------------------------------------
+
+
+def _verify(world, offer, payment, *, now):
+    """Ask a facilitator about the payment. Returns True when its money is already at the deposit.
+
+    A clear no is a :class:`protocols.Mismatch`, unless the chain shows that somebody submitted this very
+    authorization before us. No facilitator to be had: refuses with unavailable. Nothing is written.
+    """
+    payload, wanted = settlement.envelope(world, payment.authorization, payment.signature, offer.url)
+    counters = world.counters()
+    for facilitator in world.facilitators:
+        if world.declares(facilitator.url) is False or not limits.usable(counters, facilitator.url, now=now):
+            continue
+        verdict = facilitator.verify(payload, wanted, seconds=world.settings.settle_seconds / 2)
+        if verdict.valid is None:
+            limits.failed(counters, facilitator.url, verdict.reason, now=world.clock())
+            continue
+        limits.worked(counters, facilitator.url)
+        if verdict.valid:
+            return False
+        if _paid(world, payment.authorization, since=now - settlement.LOOK_BACK):
+            return True
+        raise protocols.Mismatch(f"The payment would not settle: {verdict.reason}.")
+    raise Refusal(
+        "unavailable", "No payment facilitator can be reached now; nothing was charged. Retry with the same payment.",
+        headers={"Retry-After": "10"},
+    )  # fmt: skip
+
+
+def _paid(world, authorization, *, since):
+    try:
+        units, transaction = world.ledger.payment(authorization, since=since)
+    except chain.ChainUnknown as error:
+        raise Refusal(
+            "unavailable", "The chain cannot be asked now; nothing was charged. Retry with the same payment.",
+            headers={"Retry-After": "10"},
+        ) from error  # fmt: skip
+    return units >= authorization.value and transaction is not None
+
+
+def _claim(db, world, offer, payment, call, *, now):
+    """Commit that this payment is about to be settled for this deal. Returns its row, or None if it must not be."""
+    authorization, settings = payment.authorization, world.settings
+    with database.transaction(db):
+        attempt = deals.open_attempt(
+            db, call.terms, deal_id=offer.deal_id, deposit=offer.pay_to, master_key=world.terminal.master_key,
+            price_units=offer.price_units, buyer=authorization.payer, decide_hours=settings.decide_hours, now=now,
+        )  # fmt: skip
+        if attempt is None:
+            return None
+        row = db.execute(
+            "INSERT INTO payments (deal_id, attempt, payer, nonce, protocol, status, value_units, valid_after,"
+            " valid_before, signature, resource_url, challenge_id, claimed_at, lease_until)"
+            " VALUES (:deal, :attempt, :payer, :nonce, :protocol, 'claimed', :value, :valid_after, :valid_before,"
+            " :signature, :url, :challenge, :now, :lease)"
+            # The same authorization may be tried again after an attempt that was refused before it could land.
+            " ON CONFLICT (payer, nonce) DO UPDATE SET status = 'claimed', attempt = :attempt, claimed_at = :now,"
+            " lease_until = :lease WHERE status = 'refused' AND deal_id = :deal RETURNING *",
+            {
+                "deal": offer.deal_id, "attempt": attempt, "payer": authorization.payer, "nonce": authorization.nonce,
+                "protocol": payment.protocol, "value": authorization.value, "valid_after": authorization.valid_after,
+                "valid_before": authorization.valid_before, "signature": payment.signature, "url": offer.url,
+                "challenge": payment.challenge and payment.challenge["id"], "now": now,
+                "lease": now + int(settings.settle_seconds) + settlement.LEASE_SLACK,
+            },
+        ).fetchone()  # fmt: skip
+        assert row is not None, "an authorization pays one deposit, hence one deal"
+        for key, _ in _keys(call, payment):
+            db.execute(
+                "INSERT INTO idempotency_keys (payer, key, body_hash, deal_id) VALUES (:payer, :key, :hash, :deal)"
+                " ON CONFLICT DO NOTHING",
+                {"payer": authorization.payer, "key": key, "hash": _terms_hash(call), "deal": offer.deal_id},
+            )
+    return row
+
+
+def _outcome(db, world, offer, payment):
+    """Turn what became of a payment into the answer of the paid call."""
+    if payment["status"] == "settled":
+        return _stored(payment)
+    if payment["status"] != "refused":
+        return pending_answer(deals.find(db, payment["deal_id"]))
+    reason = payment["reason"] or "the authorization can no longer be used"
+    failure = protocols.failure_headers(world.terminal, payer=payment["payer"], reason=reason)
+    if MENDABLE.search(reason):
+        error = f"The payment was not settled and nothing was charged: {reason}."
+        return quote(world, dataclasses.replace(offer, error=error), headers=failure)
+    raise Refusal(
+        "settlement_failed", f"The payment could not be settled and nothing was charged: {reason}.", headers=failure
+    )
+
+

@@ -1,0 +1,233 @@
+"""What becomes of one payment: submit it, ask the chain, record. Money in; money out is transfers.py.
+
+Every step is committed before the next foreign call and no transaction is open across one. What a
+facilitator says is never proof: a deal is funded when the chain shows this payer's own authorization used
+and the deposit holding the price. "Unknown" is an outcome of its own, and never "failed".
+"""
+
+import json
+
+import chain
+import db as database
+import deals
+import limits
+import protocols
+from facilitators import Outcome
+
+LEASE_SLACK = 20  # seconds a lease outlives the time budget of settling
+LOOK_EVERY = 5  # seconds between looks at the chain for one pending deal, whoever asks
+MARGIN = 60  # seconds past validBefore until an unused authorization counts as dead
+LOOK_BACK = 1800  # seconds before the claim in which the authorization may already have been submitted
+LOOK_AFTER = (0, 0.3, 0.7, 1.0, 1.5, 2.5)  # pauses between looks right after settling, within chain_patience
+
+
+def take_lease(db, world, payment_id, *, now):
+    """Take over an open payment whose worker is gone. Returns its row, or None while somebody works on it."""
+    return db.execute(
+        "UPDATE payments SET lease_until = :lease WHERE id = :id AND status IN ('claimed', 'unknown')"
+        " AND lease_until <= :now RETURNING *",
+        {"id": payment_id, "now": now, "lease": now + int(world.settings.settle_seconds) + LEASE_SLACK},
+    ).fetchone()
+
+
+def envelope(world, authorization, signature, url):
+    """Return the x402 payload and requirements by which any facilitator settles an EIP-3009 authorization."""
+    wanted = protocols.requirements(world.terminal, authorization.to, authorization.value)
+    payload = {
+        "x402Version": 2,
+        "resource": {"url": url, "description": "", "mimeType": "application/json"},
+        "accepted": wanted,
+        "payload": {"signature": signature, "authorization": authorization.wire()},
+    }
+    return payload, wanted
+
+
+def settle(db, world, payment, *, send):
+    """Bring an open payment, whose lease the caller holds, as far as it goes; returns its row afterwards.
+
+    ``send``: submit the authorization (the same bytes every time: the token takes its nonce once). The
+    chain's word alone funds a deal; only a final refusal, or a dead authorization, ends the attempt.
+    """
+    authorization = authorization_of(db, payment)
+    outcome = _submit(world, payment, authorization) if send else None
+    hint = outcome and outcome.transaction or payment["claimed_hash"]
+    try:
+        patient = outcome is not None and outcome.kind in ("settled", "unknown")
+        transaction = _look(world, authorization, payment, hint=hint, patient=patient)
+        over = transaction is None and (_refused(outcome) or _dead(world, authorization))
+    except chain.ChainUnknown as error:
+        return _unknown(db, world, payment, hint=hint, reason=f"chain: {error}")
+    if transaction:
+        return fund(db, world, payment, transaction)
+    reason = outcome.reason if outcome else ""
+    return _lapse(db, world, payment, reason) if over else _unknown(db, world, payment, hint=hint, reason=reason)
+
+
+def authorization_of(db, payment):
+    """Rebuild the authorization of a payment row."""
+    deal = deals.find(db, payment["deal_id"])
+    return chain.Authorization(
+        payer=payment["payer"], to=deal["deposit_address"], value=payment["value_units"],
+        valid_after=payment["valid_after"], valid_before=payment["valid_before"], nonce=payment["nonce"],
+    )  # fmt: skip
+
+
+def _submit(world, payment, authorization):
+    """Send the authorization to the facilitators in order until one has clearly received it."""
+    payload, wanted = envelope(world, authorization, payment["signature"], payment["resource_url"])
+    deadline = world.clock() + world.settings.settle_seconds
+    best, counters = None, world.counters()
+    for facilitator in world.facilitators:
+        if world.clock() >= deadline or world.declares(facilitator.url) is False:
+            continue
+        if not limits.usable(counters, facilitator.url, now=world.clock()):
+            continue
+        outcome = facilitator.settle(payload, wanted, seconds=max(1.0, deadline - world.clock()))
+        if outcome.kind in ("settled", "refused"):
+            limits.worked(counters, facilitator.url)
+            # A no after an earlier silence proves nothing: the silent one may have sent it.
+            return outcome if best is None or outcome.kind == "settled" else best
+        limits.failed(counters, facilitator.url, outcome.reason, now=world.clock())
+        if outcome.kind == "unknown":
+            best = outcome
+    return best or _unsent(payment)
+
+
+def _unsent(payment):
+    """Nothing reached any facilitator: final on the first try, but no news for a payment sent before."""
+    first = payment["status"] == "claimed"
+    return Outcome("unsent" if first else "unknown", reason="no facilitator could be reached")
+
+
+def _refused(outcome):
+    return outcome is not None and outcome.kind in ("refused", "unsent")
+
+
+def _look(world, authorization, payment, *, hint, patient):
+    """Ask the chain whether the money is there; several times over some seconds when it may be on its way."""
+    since, waited = payment["claimed_at"] - LOOK_BACK, 0.0
+    for pause in LOOK_AFTER if patient else LOOK_AFTER[:1]:
+        if waited + pause > world.settings.chain_patience:
+            break
+        if pause:
+            world.sleep(pause)
+        waited += pause
+        units, transaction = world.ledger.payment(authorization, since=since, hint=hint)
+        if transaction and units >= authorization.value:
+            return transaction
+    return None
+
+
+def _dead(world, authorization):
+    """Whether this authorization can never fund its deal: expired unused, or used up without its money here."""
+    head = world.ledger.head(depth=world.settings.confirmations)
+    used = world.ledger.used([(authorization.payer, authorization.nonce)], at=head.number)[0]
+    if used:
+        return world.ledger.balance(authorization.to, at=head.number) < authorization.value
+    return head.time > authorization.valid_before + MARGIN
+
+
+def fund(db, world, payment, transaction):
+    """Commit that the money is there, with the answer that every retry will get. Returns the payment's row."""
+    now = world.now()
+    with database.transaction(db):
+        row = deals.move(db, payment["deal_id"], "fund", now=now, actor="chain", treasury=world.treasury)
+        if row is not None:
+            paid = db.execute(
+                "UPDATE payments SET status = 'settled', settled_at = :now, transaction_hash = :hash, lease_until = 0,"
+                " reason = NULL WHERE id = :id RETURNING *",
+                {"id": payment["id"], "now": now, "hash": transaction},
+            ).fetchone()
+            record = deals.record(db, deals.find(db, payment["deal_id"]), world.frame)
+            headers = answer_headers(world, paid, protocol=paid["protocol"], now=now)
+            db.execute(
+                "UPDATE payments SET answer_headers = :headers, answer_body = :body WHERE id = :id",
+                {"id": paid["id"], "headers": json.dumps(headers), "body": json.dumps([record]).encode()},
+            )
+        return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
+
+
+def answer_headers(world, payment, *, protocol, now):
+    receipt = {
+        "version": 1,
+        "network": f"eip155:{world.terminal.token.chain_id}",
+        "resourceUrl": payment["resource_url"],
+        "payer": chain.checksum(payment["payer"]),
+        "issuedAt": now,
+        "transaction": payment["transaction_hash"],
+    }
+    signed = {
+        "format": "eip712",
+        "payload": receipt,
+        "signature": chain.sign(world.receipt_key, chain.receipt_digest(receipt)),
+    }
+    headers = protocols.success_headers(
+        world.terminal, protocol, transaction=payment["transaction_hash"], payer=payment["payer"],
+        challenge_id=payment["challenge_id"], settled_at=payment["settled_at"], receipt=signed,
+    )  # fmt: skip
+    return {**headers, "X-Svc-Results-Requested": "1", "X-Svc-Results-Delivered": "1"}
+
+
+def _lapse(db, world, payment, reason):
+    """Commit that this attempt is over. Should its money land after all, the sweep finds and returns it."""
+    now = world.now()
+    with database.transaction(db):
+        look_at = max(now, payment["valid_before"]) + MARGIN
+        moved = deals.move(
+            db, payment["deal_id"], "lapse", now=now, actor="clock", treasury=world.treasury, look_at=look_at
+        )
+        if moved:
+            db.execute(
+                "UPDATE payments SET status = 'refused', lease_until = 0, reason = :reason WHERE id = :id",
+                {"id": payment["id"], "reason": reason},
+            )
+        return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
+
+
+def _unknown(db, world, payment, *, hint, reason):
+    """Commit what was learned while the outcome stays open, and when to look again."""
+    now = world.now()
+    with database.transaction(db):
+        db.execute(
+            "UPDATE payments SET status = 'unknown', lease_until = 0, claimed_hash = coalesce(:hint, claimed_hash),"
+            " reason = :reason WHERE id = :id AND status IN ('claimed', 'unknown')",
+            {"id": payment["id"], "hint": hint, "reason": reason},
+        )
+        db.execute(
+            "UPDATE deals SET look_at = :at WHERE id = :id AND state = 'pending'",
+            {"id": payment["deal_id"], "at": now + min(300, LOOK_EVERY + (now - payment["claimed_at"]) // 8)},
+        )
+        return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
+
+
+def resolve(db, world, deal_id, *, send):
+    """Look at a pending deal again; for the sweep (``send``: submit again) and for reads. Returns True if it moved."""
+    now = world.now()
+    row = db.execute(
+        "SELECT p.id FROM payments p JOIN deals d ON d.id = p.deal_id AND d.attempt = p.attempt"
+        " WHERE d.id = :id AND d.state = 'pending'",
+        {"id": deal_id},
+    ).fetchone()
+    held = row and take_lease(db, world, row["id"], now=now)
+    if not held:
+        return False
+    alive = send and held["valid_before"] > now
+    return settle(db, world, held, send=alive)["status"] in ("settled", "refused")
+
+
+def look_due(db, deal_id, *, now):
+    """Reserve the next look at a pending deal's deposit: at most one every few seconds, whoever asks."""
+    seen = db.execute(
+        "UPDATE deals SET look_at = :next WHERE id = :id AND state = 'pending' AND look_at <= :now",
+        {"id": deal_id, "now": now, "next": now + LOOK_EVERY},
+    )
+    return seen.rowcount == 1
+
+
+def forget_answers(db, *, now, hours, limit=1000):
+    """Drop stored answers past their time; the payment itself is remembered for ever. Returns how many."""
+    return db.execute(
+        "UPDATE payments SET answer_headers = NULL, answer_body = NULL WHERE id IN"
+        " (SELECT id FROM payments WHERE answer_body IS NOT NULL AND settled_at <= :before LIMIT :limit)",
+        {"before": now - hours * 3600, "limit": limit},
+    ).rowcount
