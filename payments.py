@@ -169,14 +169,14 @@ def _known(db, world, offer, payment, call, *, now):
     _check_keys(db, offer, payment, call)
     deal = deals.find(db, offer.deal_id)
     own = find_payment(db, payment.authorization)
-    if deal is None or (own is None and deal["state"] == "lapsed" and _may_retry(db, deal, payment, now=now)):
+    if deal is None:
         return None
-    if own is None:
+    if own is None or own["status"] == "refused":
+        if deal["state"] == "lapsed" and _may_retry(db, deal, payment, now=now):
+            return None
         return _other_payment(db, world, deal, payment, now=now)
     if own["status"] == "settled":
         return _stored(own)
-    if own["status"] == "refused":
-        return None
     held = settlement.take_lease(db, world, own["id"], now=now)
     if held is None:
         return _in_progress()
