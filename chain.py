@@ -311,16 +311,25 @@ class Ledger:
         A cancelled authorization, or one whose money went elsewhere, has no such transaction. ``since`` is
         the earliest time (Unix seconds) it can have landed; ``hint`` a hash somebody claims it has.
         """
-        balance = self._call("70a08231" + _word(authorization.to).hex(), None)
-        if hint and re.fullmatch(r"0x[0-9a-fA-F]{64}", hint):
-            units, receipt = self._ask(balance, ("eth_getTransactionReceipt", [hint]))
-            if receipt and receipt.get("status") == "0x1" and self._moved(receipt.get("logs", []), authorization):
-                return _int(units), hint.lower()
+        if hint:
+            units, transaction = self._by_hint(authorization, hint)
+            if transaction:
+                return units, transaction
         else:
-            (units,) = self._ask(balance)
-        if _int(units) < authorization.value:
-            return _int(units), None
-        return _int(units), self._search(authorization, since)
+            units = self.balance(authorization.to)
+        return units, self._search(authorization, since) if units >= authorization.value else None
+
+    def transaction_of(self, authorization, *, since, hint=None):
+        """Return the hash of the transaction that used ``authorization`` and moved its money, or None."""
+        return hint and self._by_hint(authorization, hint)[1] or self._search(authorization, since)
+
+    def _by_hint(self, authorization, hint):
+        """Return (units at the payee, the hash if it really is this authorization's transaction, or None)."""
+        balance = self._call("70a08231" + _word(authorization.to).hex(), None)
+        if not re.fullmatch(r"0x[0-9a-fA-F]{64}", hint):
+            return _int(self._ask(balance)[0]), None
+        units, receipt = self._ask(balance, ("eth_getTransactionReceipt", [hint]))
+        return _int(units), hint.lower() if self._proves(receipt, authorization) else None
 
     def _search(self, authorization, since):
         """Find the transaction by the token's own log. The range is bounded, since nodes refuse wide ones."""
@@ -333,21 +342,19 @@ class Ledger:
         (logs,) = self._ask(("eth_getLogs", [where]))
         for log in logs:
             (receipt,) = self._ask(("eth_getTransactionReceipt", [log["transactionHash"]]))
-            if receipt and receipt.get("status") == "0x1" and self._moved(receipt.get("logs", []), authorization):
+            if self._proves(receipt, authorization):
                 return log["transactionHash"].lower()
         return None
 
-    def _moved(self, logs, authorization):
-        """Whether these logs show the token using the authorization and moving its value to its payee."""
-        ours = [log for log in logs if log["address"].lower() == self.token.address]
+    def _proves(self, receipt, authorization):
+        """Whether a receipt shows the token using the authorization and moving its value to its payee."""
+        if not receipt or receipt.get("status") != "0x1":
+            return False
+        ours = [log for log in receipt.get("logs", []) if log["address"].lower() == self.token.address]
         payer, to = "0x" + _word(authorization.payer).hex(), "0x" + _word(authorization.to).hex()
         used = any(log["topics"] == [AUTHORIZATION_USED, payer, authorization.nonce] for log in ours)
         moved = any(log["topics"] == [TRANSFER, payer, to] and _int(log["data"]) == authorization.value for log in ours)
         return used and moved
-
-    def transaction_of(self, authorization, *, since):
-        """Return the hash of the transaction that used ``authorization``, or None if the search finds none."""
-        return self._search(authorization, since)
 
     def refusal(self, authorization, signature):
         """Ask the token, without sending anything, why it would refuse ``authorization``; None if it would not."""

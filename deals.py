@@ -304,7 +304,8 @@ def get(db, deal_id):
 def open_attempt(db, deal_terms, *, deal_id, deposit, master_key, price_units, buyer, decide_hours, now):
     """Create the deal as ``pending``, or take up a lapsed one again. Returns the attempt's number or None.
 
-    None: the deal exists and has not lapsed, so this payment must not start it.
+    None: the deal exists and has not lapsed, or money of an earlier attempt is still on its way back, so
+    this payment must not start it.
     """
     assert db.in_transaction
     row = db.execute(
@@ -314,7 +315,8 @@ def open_attempt(db, deal_terms, *, deal_id, deposit, master_key, price_units, b
         " :instant, :deadline_hours, :review_hours, :decide_hours, :now, :now + 60)"
         " ON CONFLICT (id) DO UPDATE SET state = 'pending', attempt = attempt + 1, buyer_address = :buyer,"
         " price_units = :price, created_at = :now, ended_at = NULL, look_at = :now + 60"
-        " WHERE state = 'lapsed' RETURNING attempt",
+        " WHERE state = 'lapsed' AND NOT EXISTS"
+        " (SELECT 1 FROM transfers WHERE deal_id = :id AND next_at IS NOT NULL) RETURNING attempt",
         {
             "id": deal_id, "master_key": master_key.hex(), "terms": deal_terms.canonical.decode(),
             "deposit": deposit, "amount": deal_terms.amount_units, "price": price_units,

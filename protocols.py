@@ -233,8 +233,8 @@ def _read_x402(value):
         raise ValueError("accepted must have scheme, network, amount, asset and payTo as strings")
     return Payment(
         protocol="x402",
-        authorization=_authorization(payload.get("authorization")),
-        signature=_signature(payload.get("signature")),
+        authorization=read_authorization(payload.get("authorization")),
+        signature=read_signature(payload.get("signature")),
         identifier=_identifier(value.get("extensions")),
         claims=claims,
     )
@@ -264,7 +264,7 @@ def _read_mpp(value):
         raise ValueError("expires, digest and opaque of the challenge must be strings")
     if payload.get("type") != "authorization":
         raise Mismatch("Only credentials of type authorization are accepted.")
-    authorization = _authorization(payload)
+    authorization = read_authorization(payload)
     source = value.get("source")
     if source is not None and not isinstance(source, str):
         raise ValueError("source must be a string")
@@ -273,12 +273,13 @@ def _read_mpp(value):
     return Payment(
         protocol="mpp",
         authorization=authorization,
-        signature=_signature(payload.get("signature")),
+        signature=read_signature(payload.get("signature")),
         challenge={name: echoed.get(name, "") for name in needed + optional},
     )
 
 
-def _authorization(fields):
+def read_authorization(fields):
+    """Read an authorization as both protocols write it. Raises ValueError naming the field."""
     if not isinstance(fields, dict):
         raise ValueError("the authorization must be an object")
 
@@ -304,7 +305,8 @@ def _authorization(fields):
     )
 
 
-def _signature(value):
+def read_signature(value):
+    """Read a signature of any length as tidy hex. Raises ValueError."""
     if not isinstance(value, str) or not re.fullmatch(r"0x([0-9a-fA-F]{2}){64,6000}", value):
         raise ValueError("the signature is missing or is not hex")
     return chain.tidy_signature(value.lower())
