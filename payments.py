@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 
 import chain
 import db as database
@@ -9,8 +10,11 @@ import deals
 import limits
 import protocols
 import settlement
+import spec
 from deals import Refusal
 from facilitators import MENDABLE
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,20 @@ def create(db, world, call):
             headers, _ = protocols.quote(world.terminal, offer, now=world.now())
             refusal.headers.update(headers)
         raise
+
+
+def read_body(world, body, content_type):
+    """Read a request body as Terms; returns (terms, None), or (None, the refusal that says what is wrong)."""
+    try:
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            raise Refusal("unsupported_media_type", "Send the body as application/json.")
+        try:
+            value = chain.read_json(body)
+        except ValueError as error:
+            raise Refusal("invalid_request", f"The body cannot be read: {error}.") from None
+        return check_terms(world, spec.check("DealRequest", value)), None
+    except Refusal as refusal:
+        return None, refusal
 
 
 # -- Quotes -------------------------------------------------------------------------------------------------
@@ -161,7 +179,7 @@ def _pay(db, world, call, offer, payment):
         claimed = _claim(db, world, offer, payment, call, now=world.now())
         if claimed is None:  # another request was faster: its claim decides
             return _known(db, world, offer, payment, call, now=world.now()) or _in_progress()
-        return _outcome(db, world, offer, settlement.settle(db, world, claimed, send=not landed))
+        return _settled(db, world, offer, claimed, send=not landed)
 
 
 def _known(db, world, offer, payment, call, *, now):
@@ -180,7 +198,17 @@ def _known(db, world, offer, payment, call, *, now):
     held = settlement.take_lease(db, world, own["id"], now=now)
     if held is None:
         return _in_progress()
-    return _outcome(db, world, offer, settlement.settle(db, world, held, send=True))
+    return _settled(db, world, offer, held, send=True)
+
+
+def _settled(db, world, offer, claimed, *, send):
+    """Settle a claimed payment and answer. From here on a failure of ours means "unknown", never "not charged"."""
+    try:
+        payment = settlement.settle(db, world, claimed, send=send)
+    except Exception:  # a full disk, a bug: the money may have moved, so the claim stays for the sweep to resolve
+        log.exception("settling the payment of %s stopped half-way; it stays pending", offer.deal_id)
+        return pending_answer(offer.deal_id)
+    return _outcome(world, offer, payment)
 
 
 def _check_keys(db, offer, payment, call):
@@ -234,7 +262,7 @@ def _other_payment(db, world, deal, payment, *, now):
             deal_id=deal["id"],
         )  # fmt: skip
     if deal["state"] == "pending":
-        return pending_answer(deal)
+        return pending_answer(deal["id"])
     with database.transaction(db):
         deals.apply_due(db, deal["id"], now=now, treasury=world.treasury)
         deal = deals.find(db, deal["id"])
@@ -261,11 +289,11 @@ def _in_progress():
     )  # fmt: skip
 
 
-def pending_answer(deal):
+def pending_answer(deal_id):
     """Return the 202: the outcome is not known yet, and a second payment would be a mistake."""
-    path = f"/v1/deals/{deal['id']}"
+    path = f"/v1/deals/{deal_id}"
     body = {
-        "id": deal["id"],
+        "id": deal_id,
         "state": "pending",
         "message": "The outcome of this payment is not known yet. Do not pay again: poll the deal, or retry with the"
         " same payment.",
@@ -351,12 +379,12 @@ def _claim(db, world, offer, payment, call, *, now):
     return row
 
 
-def _outcome(db, world, offer, payment):
+def _outcome(world, offer, payment):
     """Turn what became of a payment into the answer of the paid call."""
     if payment["status"] == "settled":
         return _stored(payment)
     if payment["status"] != "refused":
-        return pending_answer(deals.find(db, payment["deal_id"]))
+        return pending_answer(payment["deal_id"])
     reason = payment["reason"] or "the authorization can no longer be used"
     failure = protocols.failure_headers(world.terminal, payer=payment["payer"], reason=reason)
     if MENDABLE.search(reason):

@@ -24,7 +24,7 @@ LOOK_AFTER = (0, 0.3, 0.7, 1.0, 1.5, 2.5)  # pauses between looks right after se
 def take_lease(db, world, payment_id, *, now):
     """Take over an open payment whose worker is gone. Returns its row, or None while somebody works on it."""
     return db.execute(
-        "UPDATE payments SET lease_until = :lease WHERE id = :id AND status IN ('claimed', 'unknown')"
+        "UPDATE payments SET lease_until = :lease, status = 'unknown' WHERE id = :id AND status IN ('claimed', 'unknown')"
         " AND lease_until <= :now RETURNING *",
         {"id": payment_id, "now": now, "lease": now + int(world.settings.settle_seconds) + LEASE_SLACK},
     ).fetchone()
@@ -49,12 +49,12 @@ def settle(db, world, payment, *, send):
     chain's word alone funds a deal; only a final refusal, or a dead authorization, ends the attempt.
     """
     authorization = authorization_of(db, payment)
-    outcome = _submit(world, payment, authorization) if send else None
+    outcome = submit(world, authorization, payment["signature"], payment["resource_url"]) if send else None
     hint = outcome and outcome.transaction or payment["claimed_hash"]
     try:
         patient = outcome is not None and outcome.kind in ("settled", "unknown")
         transaction = _look(world, authorization, payment, hint=hint, patient=patient)
-        over = transaction is None and (_refused(outcome) or _dead(world, authorization))
+        over = transaction is None and (_refused(payment, outcome) or _dead(world, authorization))
     except chain.ChainUnknown as error:
         return _unknown(db, world, payment, hint=hint, reason=f"chain: {error}")
     if transaction:
@@ -72,11 +72,15 @@ def authorization_of(db, payment):
     )  # fmt: skip
 
 
-def _submit(world, payment, authorization):
-    """Send the authorization to the facilitators in order until one has clearly received it."""
-    payload, wanted = envelope(world, authorization, payment["signature"], payment["resource_url"])
+def submit(world, authorization, signature, url):
+    """Send an authorization to the facilitators in order until one has clearly received it.
+
+    Returns the most telling Outcome: ``unsent`` only when it certainly reached nobody. A no after an earlier
+    silence proves nothing, for the silent one may have sent it.
+    """
+    payload, wanted = envelope(world, authorization, signature, url)
     deadline = world.clock() + world.settings.settle_seconds
-    best, counters = None, world.counters()
+    best, counters = Outcome("unsent", reason="no facilitator could be reached"), world.counters()
     for facilitator in world.facilitators:
         if world.clock() >= deadline or world.declares(facilitator.url) is False:
             continue
@@ -85,22 +89,16 @@ def _submit(world, payment, authorization):
         outcome = facilitator.settle(payload, wanted, seconds=max(1.0, deadline - world.clock()))
         if outcome.kind in ("settled", "refused"):
             limits.worked(counters, facilitator.url)
-            # A no after an earlier silence proves nothing: the silent one may have sent it.
-            return outcome if best is None or outcome.kind == "settled" else best
+            return outcome if best.kind == "unsent" or outcome.kind == "settled" else best
         limits.failed(counters, facilitator.url, outcome.reason, now=world.clock())
         if outcome.kind == "unknown":
             best = outcome
-    return best or _unsent(payment)
+    return best
 
 
-def _unsent(payment):
-    """Nothing reached any facilitator: final on the first try, but no news for a payment sent before."""
-    first = payment["status"] == "claimed"
-    return Outcome("unsent" if first else "unknown", reason="no facilitator could be reached")
-
-
-def _refused(outcome):
-    return outcome is not None and outcome.kind in ("refused", "unsent")
+def _refused(payment, outcome):
+    """Whether this was a clear no. Only the first try can be one: a later one may speak of what the first did."""
+    return outcome is not None and payment["status"] == "claimed" and outcome.kind in ("refused", "unsent")
 
 
 def _look(world, authorization, payment, *, hint, patient):

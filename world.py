@@ -28,6 +28,7 @@ class World:
     receipt_key: bytes
     clock: Callable = time.time
     sleep: Callable = time.sleep
+    records: dict = dataclasses.field(default_factory=dict)  # rendered records of this worker, by id and version
     declares: Callable = lambda url: None  # does the feed's latest check of this facilitator declare our kind?
 
     def now(self):
