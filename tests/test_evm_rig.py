@@ -17,15 +17,13 @@ import requests
 from eth_account import Account
 from eth_account.messages import defunct_hash_message
 from evm import rig
-from evm.rig import (  # noqa: F401  (fixtures)
+from evm.rig import (
     AUTHORIZATION,
     NETWORK,
     USDC,
     Reverted,
     RpcError,
     authorize,
-    chain,
-    facilitator,
     serve,
     sign_cancel,
     unhex,
@@ -41,9 +39,9 @@ AUTHORIZATION_CANCELED = "0x1cdd46ff242716cdaa72d159d339a485b3438398348d68f09d7c
 
 
 @pytest.fixture
-def payer(chain):
+def payer(anvil):
     account = Account.create()
-    chain.mint(account.address, 10_000_000)
+    anvil.mint(account.address, 10_000_000)
     return account
 
 
@@ -63,23 +61,23 @@ def word(address):
 # The token
 
 
-def test_it_describes_itself_as_usdc_on_base_does(chain):
-    assert chain.rpc("eth_chainId", []) == "0x2105"
-    assert chain.call("name()", returns="string") == "USD Coin"
-    assert chain.call("symbol()", returns="string") == "USDC"
-    assert chain.call("version()", returns="string") == "2"
-    assert chain.call("decimals()") == 6
+def test_it_describes_itself_as_usdc_on_base_does(anvil):
+    assert anvil.rpc("eth_chainId", []) == "0x2105"
+    assert anvil.call("name()", returns="string") == "USD Coin"
+    assert anvil.call("symbol()", returns="string") == "USDC"
+    assert anvil.call("version()", returns="string") == "2"
+    assert anvil.call("decimals()") == 6
     # as read from USDC on Base
     separator = "02fa7265e7c5d81118673727957699e4d68f74cd74b7db77da710fe8a2c7834f"
-    assert chain.call("DOMAIN_SEPARATOR()", returns="bytes32").hex() == separator
+    assert anvil.call("DOMAIN_SEPARATOR()", returns="bytes32").hex() == separator
 
 
 @pytest.mark.parametrize("overload", ["vrs", "bytes"])
-def test_a_stranger_can_submit_a_published_authorization(chain, payer, payee, overload):
+def test_a_stranger_can_submit_a_published_authorization(anvil, payer, payee, overload):
     authorization = authorize(payer, payee.address, 597_000)
-    receipt = chain.submit(authorization, sender=chain.accounts[3], overload=overload)
-    assert (chain.balance(payer.address), chain.balance(payee.address)) == (9_403_000, 597_000)
-    assert chain.is_used(payer.address, authorization["nonce"])
+    receipt = anvil.submit(authorization, sender=anvil.accounts[3], overload=overload)
+    assert (anvil.balance(payer.address), anvil.balance(payee.address)) == (9_403_000, 597_000)
+    assert anvil.is_used(payer.address, authorization["nonce"])
     used, moved = receipt["logs"]
     assert used["topics"] == [AUTHORIZATION_USED, word(payer.address), authorization["nonce"]]
     assert moved["topics"] == [TRANSFER, word(payer.address), word(payee.address)]
@@ -87,60 +85,60 @@ def test_a_stranger_can_submit_a_published_authorization(chain, payer, payee, ov
 
 
 @pytest.mark.parametrize("overload", ["vrs", "bytes"])
-def test_a_used_nonce_is_refused_before_the_signature_is_looked_at(chain, payer, payee, overload):
+def test_a_used_nonce_is_refused_before_the_signature_is_looked_at(anvil, payer, payee, overload):
     authorization = authorize(payer, payee.address, 1)
-    chain.submit(authorization)
+    anvil.submit(authorization)
     authorization["signature"] = "0x" + "00" * 65
     with refused("FiatTokenV2: authorization is used or canceled"):
-        chain.submit(authorization, overload=overload)
+        anvil.submit(authorization, overload=overload)
 
 
 @pytest.mark.parametrize("overload", ["vrs", "bytes"])
-def test_a_signature_for_other_terms_is_refused(chain, payer, payee, overload):
+def test_a_signature_for_other_terms_is_refused(anvil, payer, payee, overload):
     authorization = authorize(payer, payee.address, 1) | {"value": "2"}
     with refused("FiatTokenV2: invalid signature"):
-        chain.submit(authorization, overload=overload)
+        anvil.submit(authorization, overload=overload)
 
 
-def test_a_signature_is_refused_before_the_balance_is_looked_at(chain, payer, payee):
+def test_a_signature_is_refused_before_the_balance_is_looked_at(anvil, payer, payee):
     authorization = authorize(payer, payee.address, 10_000_001)
     with refused("ERC20: transfer amount exceeds balance"):
-        chain.submit(authorization)
+        anvil.submit(authorization)
     with refused("FiatTokenV2: invalid signature"):
-        chain.submit(authorization | {"value": "10000002"})
+        anvil.submit(authorization | {"value": "10000002"})
 
 
-def test_a_failed_transfer_leaves_its_nonce_unused(chain, payer, payee):
+def test_a_failed_transfer_leaves_its_nonce_unused(anvil, payer, payee):
     authorization = authorize(payer, payee.address, 10_000_001)
     with refused("ERC20: transfer amount exceeds balance"):
-        chain.submit(authorization)
-    assert not chain.is_used(payer.address, authorization["nonce"])
-    chain.mint(payer.address, 1)
-    chain.submit(authorization)
-    assert chain.balance(payee.address) == 10_000_001
+        anvil.submit(authorization)
+    assert not anvil.is_used(payer.address, authorization["nonce"])
+    anvil.mint(payer.address, 1)
+    anvil.submit(authorization)
+    assert anvil.balance(payee.address) == 10_000_001
 
 
 @pytest.mark.parametrize("overload", ["vrs", "bytes"])
-def test_the_twin_of_a_signature_with_high_s_is_refused(chain, payer, payee, overload):
+def test_the_twin_of_a_signature_with_high_s_is_refused(anvil, payer, payee, overload):
     authorization = authorize(payer, payee.address, 1)
     signed = unhex(authorization["signature"])
     s = HALF_ORDER_TWIN - int.from_bytes(signed[32:64], "big")
     authorization["signature"] = "0x" + (signed[:32] + s.to_bytes(32, "big") + bytes([55 - signed[64]])).hex()
     with refused("ECRecover: invalid signature 's' value"):
-        chain.submit(authorization, overload=overload)
+        anvil.submit(authorization, overload=overload)
 
 
-def test_a_v_of_0_or_1_is_refused(chain, payer, payee):
+def test_a_v_of_0_or_1_is_refused(anvil, payer, payee):
     authorization = authorize(payer, payee.address, 1)
     signed = unhex(authorization["signature"])
     authorization["signature"] = "0x" + (signed[:64] + bytes([signed[64] - 27])).hex()
     with refused("ECRecover: invalid signature 'v' value"):
-        chain.submit(authorization)
+        anvil.submit(authorization)
 
 
-def test_an_ordinary_account_signs_exactly_65_bytes(chain, payer, payee):
+def test_an_ordinary_account_signs_exactly_65_bytes(anvil, payer, payee):
     with refused("ECRecover: invalid signature length"):
-        chain.submit(authorize(payer, payee.address, 1, prefix=b"\0"), overload="bytes")
+        anvil.submit(authorize(payer, payee.address, 1, prefix=b"\0"), overload="bytes")
 
 
 @pytest.mark.parametrize(
@@ -153,57 +151,57 @@ def test_an_ordinary_account_signs_exactly_65_bytes(chain, payer, payee):
         (11, "FiatTokenV2: authorization is expired"),
     ],
 )
-def test_the_window_is_strict_on_both_sides(chain, payer, payee, second, reason):
+def test_the_window_is_strict_on_both_sides(anvil, payer, payee, second, reason):
     start = YEAR_2100
     authorization = authorize(payer, payee.address, 1, valid_after=start, valid_before=start + 10)
-    chain.next_block_at(start + second)
+    anvil.next_block_at(start + second)
     if reason:
         with refused(reason) as caught:
-            chain.submit(authorization)
+            anvil.submit(authorization)
         receipt = caught.value.receipt
     else:
-        receipt = chain.submit(authorization)
-    block = chain.rpc("eth_getBlockByNumber", [receipt["blockNumber"], False])
+        receipt = anvil.submit(authorization)
+    block = anvil.rpc("eth_getBlockByNumber", [receipt["blockNumber"], False])
     assert int(block["timestamp"], 16) == start + second
-    assert chain.balance(payee.address) == (0 if reason else 1)
+    assert anvil.balance(payee.address) == (0 if reason else 1)
 
 
-def test_the_window_is_looked_at_before_the_nonce(chain, payer, payee):
+def test_the_window_is_looked_at_before_the_nonce(anvil, payer, payee):
     authorization = authorize(payer, payee.address, 1, valid_before=YEAR_2100)
-    chain.submit(authorization)
-    chain.next_block_at(YEAR_2100)
+    anvil.submit(authorization)
+    anvil.next_block_at(YEAR_2100)
     with refused("FiatTokenV2: authorization is expired"):
-        chain.submit(authorization)
+        anvil.submit(authorization)
 
 
 @pytest.mark.parametrize("overload", ["vrs", "bytes"])
-def test_a_cancelled_nonce_reads_as_used_and_moves_nothing(chain, payer, payee, overload):
+def test_a_cancelled_nonce_reads_as_used_and_moves_nothing(anvil, payer, payee, overload):
     authorization = authorize(payer, payee.address, 1)
     signed, nonce = sign_cancel(payer, authorization["nonce"]), unhex(authorization["nonce"])
     if overload == "vrs":
         rest = "uint8,bytes32,bytes32)", payer.address, nonce, signed[64], signed[:32], signed[32:64]
     else:
         rest = "bytes)", payer.address, nonce, signed
-    receipt = chain.send("cancelAuthorization(address,bytes32," + rest[0], *rest[1:])
+    receipt = anvil.send("cancelAuthorization(address,bytes32," + rest[0], *rest[1:])
     (log,) = receipt["logs"]
     assert log["topics"] == [AUTHORIZATION_CANCELED, word(payer.address), authorization["nonce"]]
-    assert chain.is_used(payer.address, authorization["nonce"])
+    assert anvil.is_used(payer.address, authorization["nonce"])
     with refused("FiatTokenV2: authorization is used or canceled"):
-        chain.submit(authorization)
-    assert chain.balance(payer.address) == 10_000_000
+        anvil.submit(authorization)
+    assert anvil.balance(payer.address) == 10_000_000
 
 
-def test_only_the_authorizer_can_cancel(chain, payer, payee):
+def test_only_the_authorizer_can_cancel(anvil, payer, payee):
     nonce = "0x" + "11" * 32
     signed = sign_cancel(payee, nonce, authorizer=payer.address)
     with refused("FiatTokenV2: invalid signature"):
-        chain.send("cancelAuthorization(address,bytes32,bytes)", payer.address, unhex(nonce), signed)
-    assert not chain.is_used(payer.address, nonce)
+        anvil.send("cancelAuthorization(address,bytes32,bytes)", payer.address, unhex(nonce), signed)
+    assert not anvil.is_used(payer.address, nonce)
 
 
 @pytest.mark.parametrize("overload", ["vrs", "bytes"])
-def test_a_receive_authorization_is_for_the_payee_alone(chain, payer, overload):
-    payee, stranger = chain.accounts[1], chain.accounts[2]
+def test_a_receive_authorization_is_for_the_payee_alone(anvil, payer, overload):
+    payee, stranger = anvil.accounts[1], anvil.accounts[2]
     authorization = authorize(payer, payee, 5, verb="Receive")
     signed, values = unhex(authorization["signature"]), rig.arguments(authorization)
     if overload == "vrs":
@@ -212,129 +210,129 @@ def test_a_receive_authorization_is_for_the_payee_alone(chain, payer, overload):
         tail, rest = ",bytes)", (signed,)
     receive = f"receiveWithAuthorization({AUTHORIZATION}{tail}"
     with refused("FiatTokenV2: caller must be the payee"):
-        chain.send(receive, *values, *rest, sender=stranger)
+        anvil.send(receive, *values, *rest, sender=stranger)
     with refused("FiatTokenV2: invalid signature"):
-        chain.submit(authorization, overload=overload)
-    chain.send(receive, *values, *rest, sender=payee)
-    assert chain.balance(payee) == 5
+        anvil.submit(authorization, overload=overload)
+    anvil.send(receive, *values, *rest, sender=payee)
+    assert anvil.balance(payee) == 5
 
 
-def test_a_blacklisted_party_is_refused_before_all_else_but_a_pause(chain, payer, payee):
+def test_a_blacklisted_party_is_refused_before_all_else_but_a_pause(anvil, payer, payee):
     expired = authorize(payer, payee.address, 1, valid_before=1)
     for party in (payer.address, payee.address):
-        chain.blacklist(party)
+        anvil.blacklist(party)
         with refused("Blacklistable: account is blacklisted"):
-            chain.submit(expired)
-        chain.pause()
+            anvil.submit(expired)
+        anvil.pause()
         with refused("Pausable: paused"):
-            chain.submit(expired)
-        chain.unpause()
-        chain.unblacklist(party)
+            anvil.submit(expired)
+        anvil.unpause()
+        anvil.unblacklist(party)
     with refused("FiatTokenV2: authorization is expired"):
-        chain.submit(expired)
+        anvil.submit(expired)
 
 
-def test_a_blacklisted_stranger_may_still_submit(chain, payer, payee):
-    chain.blacklist(chain.accounts[3])
-    chain.submit(authorize(payer, payee.address, 1), sender=chain.accounts[3])
-    assert chain.balance(payee.address) == 1
+def test_a_blacklisted_stranger_may_still_submit(anvil, payer, payee):
+    anvil.blacklist(anvil.accounts[3])
+    anvil.submit(authorize(payer, payee.address, 1), sender=anvil.accounts[3])
+    assert anvil.balance(payee.address) == 1
 
 
-def test_a_pause_stops_everything_that_moves_money(chain, payer, payee):
+def test_a_pause_stops_everything_that_moves_money(anvil, payer, payee):
     authorization = authorize(payer, payee.address, 1)
-    chain.pause()
+    anvil.pause()
     with refused("Pausable: paused"):
-        chain.submit(authorization)
+        anvil.submit(authorization)
     with refused("Pausable: paused"):
-        chain.send("transfer(address,uint256)", payee.address, 1)
+        anvil.send("transfer(address,uint256)", payee.address, 1)
     with refused("Pausable: paused"):
         signed = sign_cancel(payer, authorization["nonce"])
-        chain.send("cancelAuthorization(address,bytes32,bytes)", payer.address, unhex(authorization["nonce"]), signed)
-    chain.unpause()
-    chain.submit(authorization)
-    assert chain.balance(payee.address) == 1
+        anvil.send("cancelAuthorization(address,bytes32,bytes)", payer.address, unhex(authorization["nonce"]), signed)
+    anvil.unpause()
+    anvil.submit(authorization)
+    assert anvil.balance(payee.address) == 1
 
 
-def test_plain_transfers_and_allowances_work(chain, payee):
-    owner, spender = chain.accounts[1], chain.accounts[2]
-    chain.mint(owner, 100)
-    chain.send("transfer(address,uint256)", payee.address, 30, sender=owner)
-    chain.send("approve(address,uint256)", spender, 50, sender=owner)
+def test_plain_transfers_and_allowances_work(anvil, payee):
+    owner, spender = anvil.accounts[1], anvil.accounts[2]
+    anvil.mint(owner, 100)
+    anvil.send("transfer(address,uint256)", payee.address, 30, sender=owner)
+    anvil.send("approve(address,uint256)", spender, 50, sender=owner)
     with refused("ERC20: transfer amount exceeds allowance"):
-        chain.send("transferFrom(address,address,uint256)", owner, payee.address, 51, sender=spender)
-    chain.send("transferFrom(address,address,uint256)", owner, payee.address, 50, sender=spender)
-    assert chain.balance(owner) == 20
-    assert chain.balance(payee.address) == 80
-    assert chain.call("totalSupply()") == 100
+        anvil.send("transferFrom(address,address,uint256)", owner, payee.address, 51, sender=spender)
+    anvil.send("transferFrom(address,address,uint256)", owner, payee.address, 50, sender=spender)
+    assert anvil.balance(owner) == 20
+    assert anvil.balance(payee.address) == 80
+    assert anvil.call("totalSupply()") == 100
 
 
 # Wallets
 
 
 @pytest.mark.parametrize("overload, prefix", [("vrs", b""), ("bytes", b""), ("bytes", b"v" * 20)])
-def test_a_contract_wallet_pays_with_its_owners_signature(chain, payee, overload, prefix):
+def test_a_contract_wallet_pays_with_its_owners_signature(anvil, payee, overload, prefix):
     owner = Account.create()
-    wallet = chain.place_wallet(owner.address)
-    chain.mint(wallet, 7)
-    chain.submit(authorize(owner, payee.address, 7, payer=wallet, prefix=prefix), overload=overload)
-    assert (chain.balance(wallet), chain.balance(payee.address)) == (0, 7)
+    wallet = anvil.place_wallet(owner.address)
+    anvil.mint(wallet, 7)
+    anvil.submit(authorize(owner, payee.address, 7, payer=wallet, prefix=prefix), overload=overload)
+    assert (anvil.balance(wallet), anvil.balance(payee.address)) == (0, 7)
 
 
-def test_a_contract_wallet_refuses_another_signer(chain, payer, payee):
-    wallet = chain.place_wallet(Account.create().address)
-    chain.mint(wallet, 7)
+def test_a_contract_wallet_refuses_another_signer(anvil, payer, payee):
+    wallet = anvil.place_wallet(Account.create().address)
+    anvil.mint(wallet, 7)
     with refused("FiatTokenV2: invalid signature"):
-        chain.submit(authorize(payer, payee.address, 7, payer=wallet))
+        anvil.submit(authorize(payer, payee.address, 7, payer=wallet))
 
 
 @pytest.mark.parametrize("code", [rig.artifact("Token")["runtime"], "0x00"], ids=["reverts", "answers nothing"])
-def test_a_contract_that_is_no_wallet_approves_nothing(chain, payer, payee, code):
+def test_a_contract_that_is_no_wallet_approves_nothing(anvil, payer, payee, code):
     contract = "0x" + "c0" * 20
-    chain.rpc("anvil_setCode", [contract, code])
+    anvil.rpc("anvil_setCode", [contract, code])
     with refused("FiatTokenV2: invalid signature"):
-        chain.submit(authorize(payer, payee.address, 0, payer=contract))
+        anvil.submit(authorize(payer, payee.address, 0, payer=contract))
 
 
-def test_a_wallet_vouches_for_a_personal_message(chain, payer, payee):
-    wallet = chain.place_wallet(payer.address)
+def test_a_wallet_vouches_for_a_personal_message(anvil, payer, payee):
+    wallet = anvil.place_wallet(payer.address)
     digest = bytes(defunct_hash_message(text="action: accept"))
     ask = "isValidSignature(bytes32,bytes)"
     for account, answer in ((payer, "1626ba7e"), (payee, "ffffffff")):
         signed = bytes(account.unsafe_sign_hash(digest).signature)
-        assert chain.call(ask, digest, signed, returns="bytes4", to=wallet).hex() == answer
-    assert chain.call(ask, digest, b"short", returns="bytes4", to=wallet).hex() == "ffffffff"
+        assert anvil.call(ask, digest, signed, returns="bytes4", to=wallet).hex() == answer
+    assert anvil.call(ask, digest, b"short", returns="bytes4", to=wallet).hex() == "ffffffff"
 
 
-def test_a_wallet_takes_an_owner_once(chain, payer, payee):
-    wallet = chain.place_wallet(payer.address)
+def test_a_wallet_takes_an_owner_once(anvil, payer, payee):
+    wallet = anvil.place_wallet(payer.address)
     with refused("Wallet: has an owner"):
-        chain.send("init(address)", payee.address, to=wallet)
+        anvil.send("init(address)", payee.address, to=wallet)
 
 
-# The chain
+# The anvil
 
 
-def test_a_moved_clock_is_seen_by_reads_and_blocks(chain):
-    before = chain.clock()
-    chain.move_clock(30 * 86_400)
-    latest = int(chain.rpc("eth_getBlockByNumber", ["latest", False])["timestamp"], 16)
+def test_a_moved_clock_is_seen_by_reads_and_blocks(anvil):
+    before = anvil.clock()
+    anvil.move_clock(30 * 86_400)
+    latest = int(anvil.rpc("eth_getBlockByNumber", ["latest", False])["timestamp"], 16)
     assert 30 * 86_400 <= latest - before < 30 * 86_400 + 60
 
 
-def test_a_revert_takes_back_money_nonces_and_time(chain, payer, payee):
-    authorization, before = authorize(payer, payee.address, 1), chain.clock()
-    snapshot = chain.snapshot()
-    chain.submit(authorization)
-    chain.move_clock(1_000_000)
-    chain.revert(snapshot)
-    assert chain.balance(payee.address) == 0
-    assert not chain.is_used(payer.address, authorization["nonce"])
-    assert before <= chain.clock() < before + 60
+def test_a_revert_takes_back_money_nonces_and_time(anvil, payer, payee):
+    authorization, before = authorize(payer, payee.address, 1), anvil.clock()
+    snapshot = anvil.snapshot()
+    anvil.submit(authorization)
+    anvil.move_clock(1_000_000)
+    anvil.revert(snapshot)
+    assert anvil.balance(payee.address) == 0
+    assert not anvil.is_used(payer.address, authorization["nonce"])
+    assert before <= anvil.clock() < before + 60
 
 
-def test_a_refused_call_says_why(chain):
+def test_a_refused_call_says_why(anvil):
     with pytest.raises(RpcError, match="(?i)method not found"):
-        chain.rpc("eth_noSuchMethod", [])
+        anvil.rpc("eth_noSuchMethod", [])
 
 
 @pytest.mark.parametrize("ci, outcome", [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
@@ -415,44 +413,44 @@ def shop(facilitator_url, pay_to, units, asset=USDC):
     return app
 
 
-def assert_paid(chain, answer, payer, payee, units):
+def assert_paid(anvil, answer, payer, payee, units):
     assert answer.status_code == 200, answer.text
     settled = answer.json()["settled"]
     assert (settled["success"], settled["payer"], settled["network"]) == (True, payer.address, NETWORK)
-    receipt = chain.rpc("eth_getTransactionReceipt", [settled["transaction"]])
+    receipt = anvil.rpc("eth_getTransactionReceipt", [settled["transaction"]])
     assert receipt["status"] == "0x1"
-    assert chain.balance(payer.address) == 10_000_000 - units
-    assert chain.balance(payee.address) == units
+    assert anvil.balance(payer.address) == 10_000_000 - units
+    assert anvil.balance(payee.address) == units
 
 
-def test_the_official_requests_client_pays(chain, facilitator, payer, payee):
+def test_the_official_requests_client_pays(anvil, facilitator, payer, payee):
     with serve(shop(facilitator.url, payee.address, 5_092_000)) as url:
         answer = rig.x402_session(payer).post(url + "/thing", json={})
-    assert_paid(chain, answer, payer, payee, 5_092_000)
+    assert_paid(anvil, answer, payer, payee, 5_092_000)
     assert [path for path, _ in facilitator.calls] == ["/verify", "/settle"]
 
 
-def test_the_official_httpx_client_pays(chain, facilitator, payer, payee):
+def test_the_official_httpx_client_pays(anvil, facilitator, payer, payee):
     async def buy(url):
         async with rig.x402_async_client(payer, timeout=20) as client:
             return await client.post(url + "/thing", json={})
 
     with serve(shop(facilitator.url, payee.address, 5_092_000)) as url:
         answer = asyncio.run(buy(url))
-    assert_paid(chain, answer, payer, payee, 5_092_000)
+    assert_paid(anvil, answer, payer, payee, 5_092_000)
 
 
-def test_the_official_mpp_client_pays_through_the_same_facilitator(chain, facilitator, payer, payee):
+def test_the_official_mpp_client_pays_through_the_same_facilitator(anvil, facilitator, payer, payee):
     async def buy(url):
         async with rig.mpp_client(payer) as client:
             return await client.fetch(url + "/thing", method="POST", json={})
 
     with serve(shop(facilitator.url, payee.address, 5_092_000)) as url:
         answer = asyncio.run(buy(url))
-    assert_paid(chain, answer, payer, payee, 5_092_000)
+    assert_paid(anvil, answer, payer, payee, 5_092_000)
 
 
-def test_the_x402_client_refuses_above_its_limit_which_is_a_dollar_unless_raised(chain, facilitator, payer, payee):
+def test_the_x402_client_refuses_above_its_limit_which_is_a_dollar_unless_raised(anvil, facilitator, payer, payee):
     from x402 import x402ClientSync
     from x402.http.clients import x402_requests
     from x402.http.clients.requests import PaymentError
@@ -467,12 +465,12 @@ def test_the_x402_client_refuses_above_its_limit_which_is_a_dollar_unless_raised
     assert facilitator.calls == []
 
 
-def test_the_x402_client_signs_for_an_unknown_asset_only_when_told_to(chain, facilitator, payer, payee):
+def test_the_x402_client_signs_for_an_unknown_asset_only_when_told_to(anvil, facilitator, payer, payee):
     from x402.http.clients.requests import PaymentError
 
     other = "0x00000000000000000000000000000000000d011a"
-    chain.rpc("anvil_setCode", [other, rig.artifact("Token")["runtime"]])
-    chain.send("mint(address,uint256)", payer.address, 9_000_000, to=other)
+    anvil.rpc("anvil_setCode", [other, rig.artifact("Token")["runtime"]])
+    anvil.send("mint(address,uint256)", payer.address, 9_000_000, to=other)
     with serve(shop(facilitator.url, payee.address, 8_000_000, asset=other)) as url:
         with pytest.raises(PaymentError, match="only default assets"):
             rig.x402_session(payer).post(url + "/thing", json={})
@@ -480,11 +478,11 @@ def test_the_x402_client_signs_for_an_unknown_asset_only_when_told_to(chain, fac
             rig.x402_session(payer, asset=other, limit_units=7_999_999).post(url + "/thing", json={})
         answer = rig.x402_session(payer, asset=other).post(url + "/thing", json={})
     assert answer.json()["settled"]["success"] is True
-    assert chain.call("balanceOf(address)", payee.address, to=other) == 8_000_000
-    assert chain.balance(payee.address) == 0
+    assert anvil.call("balanceOf(address)", payee.address, to=other) == 8_000_000
+    assert anvil.balance(payee.address) == 0
 
 
-def test_the_mpp_client_refuses_above_its_max_amount(chain, facilitator, payer, payee):
+def test_the_mpp_client_refuses_above_its_max_amount(anvil, facilitator, payer, payee):
     async def buy(url):
         async with rig.mpp_client(payer, max_amount="5") as client:
             return await client.fetch(url + "/thing", method="POST", json={})
@@ -510,65 +508,65 @@ def test_the_facilitator_says_what_it_supports(facilitator):
     assert supported["kinds"] == [{"x402Version": 2, "scheme": "exact", "network": "eip155:8453"}]
 
 
-def test_the_facilitator_settles_once(chain, facilitator, payer, payee):
+def test_the_facilitator_settles_once(anvil, facilitator, payer, payee):
     authorization = authorize(payer, payee.address, 2)
     assert ask(facilitator, "/settle", authorization)["success"] is True
     again = ask(facilitator, "/settle", authorization)
     assert again["success"] is False
     assert again["errorReason"]
-    assert chain.balance(payee.address) == 2
+    assert anvil.balance(payee.address) == 2
 
 
 @pytest.mark.parametrize(
     "spoil, reason",
     [
-        (lambda chain, a: chain.submit(a), "invalid_exact_evm_nonce_already_used"),
-        (lambda chain, a: chain.move_clock(3600), "invalid_exact_evm_payload_authorization_valid_before"),
-        (lambda chain, a: chain.blacklist(a["to"]), "invalid_exact_evm_transaction_simulation_failed"),
-        (lambda chain, a: chain.pause(), "invalid_exact_evm_transaction_simulation_failed"),
-        (lambda chain, a: a.update(signature="0x" + "11" * 64 + "1b"), "invalid_exact_evm_payload_signature"),
-        (lambda chain, a: a.update(authorize(Account.create(), a["to"], 2)), "invalid_exact_evm_insufficient_balance"),
+        (lambda anvil, a: anvil.submit(a), "invalid_exact_evm_nonce_already_used"),
+        (lambda anvil, a: anvil.move_clock(3600), "invalid_exact_evm_payload_authorization_valid_before"),
+        (lambda anvil, a: anvil.blacklist(a["to"]), "invalid_exact_evm_transaction_simulation_failed"),
+        (lambda anvil, a: anvil.pause(), "invalid_exact_evm_transaction_simulation_failed"),
+        (lambda anvil, a: a.update(signature="0x" + "11" * 64 + "1b"), "invalid_exact_evm_payload_signature"),
+        (lambda anvil, a: a.update(authorize(Account.create(), a["to"], 2)), "invalid_exact_evm_insufficient_balance"),
     ],
 )
-def test_the_facilitator_refuses_what_the_token_would(chain, facilitator, payer, payee, spoil, reason):
+def test_the_facilitator_refuses_what_the_token_would(anvil, facilitator, payer, payee, spoil, reason):
     authorization = authorize(payer, payee.address, 2)
-    spoil(chain, authorization)
+    spoil(anvil, authorization)
     verified = ask(facilitator, "/verify", authorization)
     assert (verified["isValid"], verified["invalidReason"]) == (False, reason)
     assert ask(facilitator, "/settle", authorization)["success"] is False
 
 
-def test_the_facilitator_follows_the_chains_clock(chain, facilitator, payer, payee):
-    opens = chain.clock() + 30 * 86_400
+def test_the_facilitator_follows_the_chains_clock(anvil, facilitator, payer, payee):
+    opens = anvil.clock() + 30 * 86_400
     guarantee = authorize(payer, payee.address, 2, valid_after=opens, valid_before=opens + 86_400)
     assert ask(facilitator, "/verify", guarantee)["isValid"] is False
-    chain.move_clock(30 * 86_400 + 1)
+    anvil.move_clock(30 * 86_400 + 1)
     assert ask(facilitator, "/settle", guarantee)["success"] is True
-    assert chain.balance(payee.address) == 2
+    assert anvil.balance(payee.address) == 2
 
 
-def test_the_facilitator_does_not_live_by_a_frozen_clock(chain, facilitator, payer, payee):
+def test_the_facilitator_does_not_live_by_a_frozen_clock(anvil, facilitator, payer, payee):
     authorization = authorize(payer, payee.address, 2)
     with freezegun.freeze_time("2100-01-01"):
         assert ask(facilitator, "/settle", authorization)["success"] is True
-    assert chain.balance(payee.address) == 2
+    assert anvil.balance(payee.address) == 2
 
 
 @pytest.mark.parametrize("prefix", [b"", b"v" * 20])
-def test_the_facilitator_settles_for_a_contract_wallet(chain, facilitator, payee, prefix):
+def test_the_facilitator_settles_for_a_contract_wallet(anvil, facilitator, payee, prefix):
     owner = Account.create()
-    wallet = chain.place_wallet(owner.address)
-    chain.mint(wallet, 2)
+    wallet = anvil.place_wallet(owner.address)
+    anvil.mint(wallet, 2)
     authorization = authorize(owner, payee.address, 2, payer=wallet, prefix=prefix)
     assert ask(facilitator, "/verify", authorization)["isValid"] is True
     assert ask(facilitator, "/settle", authorization)["success"] is True
-    assert chain.balance(payee.address) == 2
+    assert anvil.balance(payee.address) == 2
 
 
-def test_the_facilitator_settles_again_after_a_revert_and_a_reset(chain, facilitator, payer, payee):
-    authorization, snapshot = authorize(payer, payee.address, 2), chain.snapshot()
+def test_the_facilitator_settles_again_after_a_revert_and_a_reset(anvil, facilitator, payer, payee):
+    authorization, snapshot = authorize(payer, payee.address, 2), anvil.snapshot()
     assert ask(facilitator, "/settle", authorization)["success"] is True
-    chain.revert(snapshot)
+    anvil.revert(snapshot)
     facilitator.reset()
     assert ask(facilitator, "/settle", authorization)["success"] is True
-    assert chain.balance(payee.address) == 2
+    assert anvil.balance(payee.address) == 2

@@ -1,6 +1,6 @@
 """Run a private Base: anvil with a dollar at USDC's address, the official facilitator and the official clients.
 
-Fixtures for conftest.py: ``from evm.rig import chain, facilitator, pytest_terminal_summary``.
+Fixtures for conftest.py: ``from evm.rig import anvil, facilitator, pytest_terminal_summary``.
 
 Two clocks. The chain has its own, which `Chain.move_clock` moves and which no frozen Python clock touches. The
 facilitator here lives by the chain's; the clients and the service live by Python's. A test that moves one may have to
@@ -403,12 +403,12 @@ def mpp_client(account, *, max_amount="600", currency=None, **options):
 
 
 @pytest.fixture
-def chain():
+def anvil():
     with running_chain() as chain:
         yield chain
 
 
 @pytest.fixture
-def facilitator(chain):
-    with running_facilitator(chain) as facilitator:
+def facilitator(anvil):
+    with running_facilitator(anvil) as facilitator:
         yield facilitator

@@ -1,0 +1,343 @@
+"""The operator's commands: set up, serve, the cron jobs, and everything that needs a person or the master key."""
+
+import datetime
+import json
+import os
+import sys
+import time
+
+import click
+
+import chain
+import db as database
+import deals
+import keys
+import operations
+import payments
+import settings as configuration
+import spec
+import transfers
+import world as worlds
+
+
+class Group(click.Group):
+    """Turn what the service refuses into one sentence and exit code 2 instead of a stack trace."""
+
+    def invoke(self, context):
+        try:
+            return super().invoke(context)
+        except (configuration.Wrong, database.NotReady, keys.Locked, chain.ChainUnknown) as error:
+            raise _Stop(str(error)) from None
+        except deals.Refusal as refusal:
+            raise _Stop(f"{refusal.code}: {refusal.message}") from None
+
+
+class _Stop(click.ClickException):
+    exit_code = 2
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+def main():
+    """Hold payments between agents: the operator's side. Configuration comes from DEALS_* variables."""
+
+
+def _open():
+    """Return (settings, db, world) of the configured service."""
+    settings = configuration.load()
+    db = database.here(settings.database)
+    database.check(db, mode=settings.mode)
+    return settings, db, worlds.build(settings, db)
+
+
+def _print(value):
+    click.echo(json.dumps(value, indent=2))
+
+
+def table(headings, rows):
+    """Print rows under their headings, columns as wide as their longest cell."""
+    cells = [[str(cell if cell is not None else "-") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *cells)]
+    for number, row in enumerate([headings, *cells]):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        click.echo(click.style(line, bold=True) if number == 0 else line)
+
+
+def progress(label):
+    """Return a callback (total, done) that draws a bar on a terminal and is silent elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda total, done: None
+
+    def draw(total, done):
+        filled = 30 * (done + 1) // max(total, 1)
+        end = "\n" if done + 1 >= total else ""
+        click.echo(f"\r{label} [{'#' * filled:30}] {done + 1}/{total}{end}", err=True, nl=False)
+
+    return draw
+
+
+# -- Set up and serve ---------------------------------------------------------------------------------------
+
+
+@main.command()
+def init():
+    """Prepare the database, the wallet and the service's own secrets. Safe to run again."""
+    settings = configuration.load()
+    path = settings.wallets[0]
+    if not settings.sandbox and not settings.passphrase and not os.path.exists(path):
+        raise _Stop("Set DEALS_WALLET_PASSPHRASE or DEALS_WALLET_PASSPHRASE_FILE: it encrypts the wallet.")
+    db = database.here(settings.database)
+    database.init(db, mode=settings.mode)
+    if not os.path.exists(path):
+        keys.create_wallet(path, settings.passphrase or keys.SANDBOX_PASSPHRASE, sandbox=settings.sandbox)
+        click.echo(f"Made the wallet {path}. Back it up: it is the only way to the money.")
+    if not os.path.exists(settings.secrets_path):
+        keys.create_secrets(settings.secrets_path)
+    master_key = next(iter(keys.open_wallets(settings)))
+    database.set_meta(db, "master_key", master_key.hex())
+    click.echo(f"Ready: {settings.mode} mode, database {settings.database}, master key {master_key.hex()}.")
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8402, show_default=True)
+@click.option("--workers", default=2, show_default=True)
+def serve(host, port, workers):
+    """Serve with gunicorn; in the sandbox also prepare it and sweep every second."""
+    settings = configuration.load()
+    if settings.sandbox:
+        click.get_current_context().invoke(init)
+        if os.fork() == 0:
+            _sweep_beside(os.getppid())
+    here = os.path.dirname(os.path.abspath(__file__))
+    config = os.path.join(here, "gunicorn.conf.py")
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", "gunicorn", "--config", config, "--chdir", here, "--bind", f"{host}:{port}",
+         "--workers", str(workers), "app:create_app()"],
+    )  # fmt: skip
+
+
+def _sweep_beside(parent):
+    """Sweep every second until the server that started us is gone."""
+    settings, db, world = _open()
+    wallets = keys.open_wallets(settings)
+    while os.getppid() == parent:
+        transfers.sweep(db, world, wallets)
+        time.sleep(1)
+    os._exit(0)
+
+
+# -- Cron ---------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
+@click.option("--limit", default=100, show_default=True, help="Most items of each kind in one run.")
+@click.option("--watch", type=float, help="Go on, with this many seconds between runs.")
+def sweep(as_json, limit, watch):
+    """Resolve unknown payments, apply due timers, sign and send what is owed. Run it from cron every minute."""
+    settings, db, world = _open()
+    wallets = keys.open_wallets(settings)
+    while True:
+        counts = transfers.sweep(db, world, wallets, limit=limit, progress=progress("sweep"))
+        if as_json:
+            click.echo(json.dumps(counts))
+        else:
+            found = ", ".join(f"{name} {number}" for name, number in sorted(counts.items()) if number)
+            click.echo(f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ} sweep: {found or 'nothing was due'}")
+        if not watch:
+            sys.exit(1 if counts["errors"] else 0)
+        time.sleep(watch)
+
+
+# -- Deals and disputes -------------------------------------------------------------------------------------
+
+
+@main.group(name="deals")
+def deals_group():
+    """Look at deals."""
+
+
+@deals_group.command(name="list")
+@click.option("--state", type=click.Choice(["open", *sorted({m.target for m in deals.MOVES.values()}), "pending"]), default="open")
+@click.option("--limit", default=50, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def list_deals(state, limit, as_json):
+    """List deals, newest first."""
+    _, db, world = _open()
+    states = ["pending", "funded", "accepted", "delivered", "disputed"] if state == "open" else [state]
+    rows = db.execute(
+        "SELECT * FROM deals WHERE state IN (SELECT value FROM json_each(:states)) ORDER BY created_at DESC LIMIT :limit",
+        {"states": json.dumps(states), "limit": limit},
+    ).fetchall()
+    if as_json:
+        return _print([deals.record(db, row, world.frame) for row in rows])
+    table(
+        ["deal", "state", "amount", "seller", "buyer", "clock moves at"],
+        [
+            (row["id"], row["state"], deals.usd(row["amount_units"]), chain.checksum(row["seller_address"]),
+             chain.checksum(row["buyer_address"]), deals.timestamp(row["due_at"]))
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+@deals_group.command(name="show")
+@click.argument("deal_id")
+@click.option("--json", "as_json", is_flag=True)
+def show_deal(deal_id, as_json):
+    """Show one deal with its payment, transfers and history."""
+    _, db, world = _open()
+    record = deals.record(db, deals.get(db, deal_id), world.frame)
+    if as_json:
+        return _print(record)
+    for name in ("id", "state", "amount_usd", "price_usd", "seller_address", "buyer_address", "deposit_address",
+                 "ref", "deliver_by", "review_ends_at", "decide_by", "ended_at"):  # fmt: skip
+        if record[name] is not None:
+            click.echo(f"{name.replace('_', ' '):16} {record[name]}")
+    if record["dispute"]:
+        for name, text in record["dispute"].items():
+            click.echo(f"{name:16} {text or '-'}")
+    click.echo()
+    table(["at", "event", "by", "state"], [tuple(line.values()) for line in record["history"]])
+    reasons = dict(db.execute("SELECT leg, reason FROM transfers WHERE deal_id = :id", {"id": deal_id}).fetchall())
+    if record["transfers"]:
+        click.echo()
+        table(
+            ["leg", "to", "amount", "status", "why"],
+            [(t["leg"], t["to"], t["amount_usd"], t["status"], reasons[t["leg"]]) for t in record["transfers"]],
+        )
+
+
+@main.group()
+def disputes():
+    """Look at disputes and decide them."""
+
+
+@disputes.command(name="list")
+@click.option("--json", "as_json", is_flag=True)
+def list_disputes(as_json):
+    """List open disputes, the most urgent first."""
+    _, db, world = _open()
+    rows = db.execute("SELECT * FROM deals WHERE state = 'disputed' ORDER BY decide_by").fetchall()
+    if as_json:
+        return _print([deals.record(db, row, world.frame) for row in rows])
+    table(
+        ["deal", "amount", "decide by", "reason"],
+        [(r["id"], deals.usd(r["amount_units"]), deals.timestamp(r["decide_by"]), r["dispute_reason"][:60]) for r in rows],
+    )
+
+
+@disputes.command(name="show")
+@click.argument("deal_id")
+@click.pass_context
+def show_dispute(context, deal_id):
+    """Show what both parties say."""
+    context.invoke(show_deal, deal_id=deal_id, as_json=False)
+
+
+@disputes.command(name="resolve")
+@click.argument("deal_id")
+@click.argument("outcome", type=click.Choice(["release", "refund", "split"]))
+@click.option("--note", required=True, help="Why; published on the deal.")
+@click.option("--seller-usd", help="With split: what the seller gets; the buyer gets the rest.")
+@click.option("--yes", is_flag=True, help="Really do it; without this the command only says what it would do.")
+def resolve_dispute(deal_id, outcome, note, seller_usd, yes):
+    """Decide a dispute. The money follows with the next sweep, and the decision is final."""
+    _, db, world = _open()
+    deal = deals.get(db, deal_id)
+    if (outcome == "split") != (seller_usd is not None):
+        raise click.UsageError("--seller-usd goes with split, and split needs it.")
+    units = _usd(seller_usd) if seller_usd else deal["amount_units"] * (outcome == "release")
+    parts = f"seller {deals.usd(units)}, buyer {deals.usd(deal['amount_units'] - units)}"
+    if not yes:
+        click.echo(f"Would decide {deal_id}: {outcome} ({parts}). Nothing was done; add --yes to act.")
+        return
+    operations.resolve_dispute(db, world, deal_id, outcome, note=note, seller_units=units)
+    click.echo(f"Decided {deal_id}: {outcome} ({parts}).")
+
+
+def _usd(text):
+    try:
+        spec.check("SplitAction", {"seller_usd": text})
+    except deals.Refusal:
+        raise click.UsageError(f"{text!r} is not an amount such as 12.50.") from None
+    return deals.units(text)
+
+
+# -- Operating ----------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("name", type=click.Choice(operations.SWITCHES))
+@click.argument("position", type=click.Choice(["on", "off"]))
+def switch(name, position):
+    """Switch new payments on or off: the endpoint (deal) or the network (base). Everything else goes on."""
+    _, db, _ = _open()
+    operations.switch(db, name, on=position == "on")
+    click.echo(f"{name} is {position}.")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True)
+def audit(as_json):
+    """Compare every deal's books with the chain; exit code 1 on any difference."""
+    _, db, world = _open()
+    found = operations.audit(db, world, progress=progress("audit"))
+    if as_json:
+        _print(found)
+    elif found:
+        table(["deal", "leg", "difference"], [tuple(line.values()) for line in found])
+    else:
+        number = db.execute("SELECT count(*) AS n FROM deals").fetchone()["n"]
+        click.echo(f"All {number} deals agree with the chain.")
+    sys.exit(1 if found else 0)
+
+
+@main.command()
+@click.argument("terms_file", type=click.File("rb"))
+@click.option("--to", "payee", required=True, help="The address the money came from.")
+@click.option("--yes", is_flag=True, help="Really return it.")
+def recover(terms_file, payee, yes):
+    """Return money at the deposit of a request body (JSON) that never became a deal."""
+    _, db, world = _open()
+    terms, refusal = payments.read_body(world, terms_file.read(), "application/json")
+    if refusal:
+        raise refusal
+    if not chain.is_address(payee):
+        raise click.UsageError("--to must be an address with a right checksum.")
+    deposit, units = operations.recover(db, world, terms, payee.lower(), act=yes)
+    click.echo(f"The deposit {chain.checksum(deposit)} holds {deals.usd(units)} USDC.")
+    if units >= deals.SMALLEST_TRANSFER:
+        click.echo("It goes back with the next sweep." if yes else "Nothing was done; add --yes to return it.")
+
+
+@main.command()
+@click.argument("path", type=click.Path(dir_okay=False))
+def backup(path):
+    """Copy the database, complete and consistent, while the service runs. Back up the wallet separately."""
+    settings, db, _ = _open()
+    if os.path.exists(path):
+        raise _Stop(f"{path} exists already.")
+    database.backup(db, path)
+    click.echo(f"Copied {settings.database} to {path}.")
+
+
+@main.command(name="rotate-secret")
+def rotate_secret():
+    """Make a fresh MPP challenge secret; restart the service afterwards. Challenges already issued stay good."""
+    keys.rotate_secret(configuration.load().secrets_path)
+    click.echo("Rotated; restart the service.")
+
+
+@main.command()
+@click.option("--url", help="A running sandbox; without it the demo starts one of its own and stops it afterwards.")
+def demo(url):
+    """Watch two agents do three deals over HTTP in the sandbox."""
+    import demo as story
+
+    sys.exit(story.main(url))
+
+
+if __name__ == "__main__":
+    main()
