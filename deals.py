@@ -355,7 +355,11 @@ def record(db, deal, frame):
     """
     values = {"id": deal["id"], "attempt": deal["attempt"]}
     payment = db.execute("SELECT * FROM payments WHERE deal_id = :id AND attempt = :attempt", values).fetchone()
-    transfers = db.execute("SELECT * FROM transfers WHERE deal_id = :id ORDER BY created_at, leg DESC", values).fetchall()
+    transfers = db.execute(
+        "SELECT * FROM transfers WHERE deal_id = :id"
+        " ORDER BY CASE leg WHEN 'seller' THEN 1 WHEN 'buyer' THEN 2 WHEN 'fee' THEN 3 ELSE 4 END, created_at",
+        values,
+    ).fetchall()
     events = db.execute("SELECT * FROM deal_events WHERE deal_id = :id ORDER BY number", values).fetchall()
     authorizations = {row["leg"]: _authorization(row, deal, frame) for row in transfers}
     return {
