@@ -1,8 +1,10 @@
 """The operator's commands: set up, serve, the cron jobs, and everything that needs a person or the master key."""
 
+import contextlib
 import datetime
 import json
 import os
+import sqlite3
 import sys
 import time
 
@@ -122,9 +124,19 @@ def _sweep_beside(parent):
     settings, db, world = _open()
     wallets = keys.open_wallets(settings)
     while os.getppid() == parent:
-        transfers.sweep(db, world, wallets)
+        with _told():
+            transfers.sweep(db, world, wallets)
         time.sleep(1)
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _told():
+    """Tell of a database that cannot be used right now, and go on with the next run."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        click.echo(f"sweep: {error}", err=True)
 
 
 # -- Cron ---------------------------------------------------------------------------------------------------
@@ -139,7 +151,9 @@ def sweep(as_json, limit, watch):
     settings, db, world = _open()
     wallets = keys.open_wallets(settings)
     while True:
-        counts = transfers.sweep(db, world, wallets, limit=limit, progress=progress("sweep"))
+        counts = transfers.Counts(errors=1)
+        with _told():
+            counts = transfers.sweep(db, world, wallets, limit=limit, progress=progress("sweep"))
         if as_json:
             click.echo(json.dumps(counts))
         else:

@@ -74,11 +74,15 @@ def create(db, world, call):
             return quote(world, unpaid(offer, call, deal))
         if call.refusal:
             raise call.refusal
+        if call.terms is None:
+            raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
         _check_signature(world, deal, call.terms, payment)
         return _pay(db, world, call, offer, payment)
     except protocols.Mismatch as mismatch:
-        return quote(world, dataclasses.replace(offer, error=str(mismatch)))
+        if call.refusal:
+            raise call.refusal from None
+        return quote(world, dataclasses.replace(offer, error=str(mismatch), invalid=_open(deal)))
     except Refusal as refusal:
         if refusal.code == "invalid_payment":
             headers, _ = protocols.quote(world.terminal, offer, now=world.now())

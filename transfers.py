@@ -17,30 +17,41 @@ LONGEST_PAUSE = 900
 WAIT_FOR_DEPTH = 3  # seconds until a transfer that has landed is looked at again for its confirmations
 
 
-def sweep(db, world, wallets, *, limit=100, progress=lambda total, done: None):
+def sweep(db, world, wallets, *, limit=100, seconds=50, progress=lambda total, done: None):
     """Do a bounded amount of everything that is due; returns a Counter. Safe to run twice at the same time.
 
     ``wallets`` maps public master keys to their secrets. Each item is claimed by pushing its next turn ahead
-    first, so one that fails, even by an error in this code, never blocks the rest.
+    first, so one that fails, even by an error in this code, never blocks the rest. Nothing new is begun after
+    ``seconds``, so that cron's next run does not meet this one.
     """
-    counts = collections.Counter()
+    counts = Counts()
+    counts.deadline = world.clock() + seconds
     work = [(_pending, row["id"]) for row in _waiting(db, world, limit)]
     work += [(_timer, deal_id) for deal_id in deals.due(db, now=world.now(), limit=limit)]
     for number, (job, deal_id) in enumerate(work):
         progress(len(work), number)
-        _guarded(counts, job, db, world, deal_id, counts)
-    _guarded(counts, _legs, db, world, wallets, limit, counts)
+        _guarded(counts, job, db, world, deal_id)
+    _guarded(counts, _legs, db, world, wallets, limit)
     for row in _ended(db, world, limit):
-        _guarded(counts, _surplus, db, world, row, counts)
+        _guarded(counts, _surplus, db, world, row)
     counts["forgotten"] = settlement.forget_answers(db, now=world.now(), hours=world.settings.answer_hours)
     database.set_meta(db, "last_sweep_at", world.now())
     return counts
 
 
-def _guarded(counts, job, *args):
+class Counts(collections.Counter):
+    """What one sweep did, by kind, and until when it may begin something."""
+
+    deadline = float("inf")
+
+
+def _guarded(counts, job, db, world, *args):
     """Run one item of the sweep. An unreadable chain costs this item its turn; a bug is told and counted."""
+    if world.clock() >= counts.deadline:
+        counts["left"] += 1
+        return
     try:
-        job(*args)
+        job(db, world, *args, counts)
     except chain.ChainUnknown as error:
         counts["chain_unknown"] += 1
         print(f"sweep: the chain could not be read: {error}", file=sys.stderr)
@@ -88,7 +99,7 @@ def _legs(db, world, wallets, limit, counts):
     deep = world.ledger.used(pairs, at=head.number)
     landed = world.ledger.used(pairs) if world.settings.confirmations else deep
     for row, is_deep, has_landed in zip(rows, deep, landed):
-        _guarded(counts, _leg, db, world, wallets, row, is_deep, has_landed, counts)
+        _guarded(counts, _leg, db, world, wallets, row, is_deep, has_landed)
 
 
 def _leg(db, world, wallets, row, is_deep, has_landed, counts):
