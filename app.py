@@ -42,7 +42,7 @@ def create_app(settings=None, world=None):
         db.close()  # every worker opens its own after the fork
     spec.compile_all("DealRequest", *actions.SCHEMAS.values())
     app = Flask("deals")
-    app.config["MAX_CONTENT_LENGTH"] = BODY_CAP
+    app.config["MAX_CONTENT_LENGTH"] = BODY_CAP + 1  # one more, to notice where a chunked body was cut
     app.json.sort_keys = False
     app.world = world
     if settings.proxies:
@@ -114,7 +114,7 @@ def _as_refusal(error):
         allowed = ", ".join(sorted(error.valid_methods or ()))
         return Refusal("method_not_allowed", f"This path takes {allowed}.", headers={"Allow": allowed})
     if isinstance(error, RequestEntityTooLarge):
-        return Refusal("body_too_large", f"The body is over {BODY_CAP} bytes; nothing was charged.")
+        return _too_large()
     return Refusal("invalid_request", error.description or "The request is malformed.", status=error.code)
 
 
@@ -159,9 +159,21 @@ def conditional(body, etag, content_type="application/json", cache="no-cache"):
     return Response(body, 200, headers, content_type=content_type)
 
 
+def _too_large():
+    return Refusal("body_too_large", f"The body is over {BODY_CAP} bytes; nothing was charged.")
+
+
+def body_bytes():
+    """Return the request's body; refuses with body_too_large without reading on, also when it has no length."""
+    data = request.get_data(cache=False)
+    if len(data) > BODY_CAP:
+        raise _too_large()
+    return data
+
+
 def json_body():
     """Return the JSON object of a request body; an empty body is an empty object."""
-    data = request.get_data(cache=False)
+    data = body_bytes()
     if not data:
         return {}
     if request.mimetype != "application/json":
@@ -174,7 +186,7 @@ def json_body():
 
 def _paid_call(world):
     """Take from the request what the paid endpoint needs, and nothing of Flask."""
-    body = request.get_data(cache=False) if request.method == "POST" else b""
+    body = body_bytes() if request.method == "POST" else b""
     terms, refusal = None, None
     if request.method == "POST":
         terms, refusal = payments.read_body(world, body, request.content_type or "")
