@@ -91,8 +91,8 @@ def terms(body, *, default_hours=24):
         amount_units=units(body["amount_usd"]),
         seller_address=body["seller_address"].lower(),
         secret_hash=body["secret_hash"].lower(),
-        deadline_hours=body.get("deadline_hours", hours),
-        review_hours=body.get("review_hours", hours),
+        deadline_hours=int(body.get("deadline_hours", hours)),  # 24.0 is an integer too, and the same one
+        review_hours=int(body.get("review_hours", hours)),
         instant=instant,
         ref=body.get("ref"),
     )
