@@ -198,7 +198,7 @@ def _known(db, world, offer, payment, call, *, now):
             return None
         return _other_payment(db, world, deal, payment, now=now)
     if own["status"] == "settled":
-        return _stored(own)
+        return _stored(world, own, now=now)
     held = settlement.take_lease(db, world, own["id"], now=now)
     if held is None:
         return _in_progress()
@@ -277,8 +277,9 @@ def _other_payment(db, world, deal, payment, *, now):
     return Answer(200, settlement.answer_headers(world, dict(row), protocol=payment.protocol, now=now), body)
 
 
-def _stored(own):
-    if own["answer_body"] is None:
+def _stored(world, own, *, now):
+    expires = own["settled_at"] + world.settings.answer_hours * 3600
+    if own["answer_body"] is None or now >= expires:
         raise Refusal(
             "expired", "The stored answer to this payment has expired; nothing was charged. The deal is still there.",
             deal_id=own["deal_id"],
@@ -386,7 +387,7 @@ def _claim(db, world, offer, payment, call, *, now):
 def _outcome(world, offer, payment):
     """Turn what became of a payment into the answer of the paid call."""
     if payment["status"] == "settled":
-        return _stored(payment)
+        return _stored(world, payment, now=world.now())
     if payment["status"] != "refused":
         return pending_answer(payment["deal_id"])
     reason = payment["reason"] or "the authorization can no longer be used"
