@@ -14,6 +14,7 @@ import spec
 from deals import Refusal
 from facilitators import MENDABLE
 
+NONCE_TAKEN = "The authorization's nonce belongs to the payment of another deal; sign with a fresh nonce."
 log = logging.getLogger(__name__)
 
 
@@ -191,6 +192,8 @@ def _known(db, world, offer, payment, call, *, now):
     _check_keys(db, offer, payment, call)
     deal = deals.find(db, offer.deal_id)
     own = find_payment(db, payment.authorization)
+    if own and own["deal_id"] != offer.deal_id:
+        raise protocols.Mismatch(NONCE_TAKEN)
     if deal is None:
         return None
     if own is None or own["status"] == "refused":
@@ -374,7 +377,8 @@ def _claim(db, world, offer, payment, call, *, now):
                 "lease": now + int(settings.settle_seconds) + settlement.LEASE_SLACK,
             },
         ).fetchone()  # fmt: skip
-        assert row is not None, "an authorization pays one deposit, hence one deal"
+        if row is None:  # the same nonce is being claimed for another deal at this moment
+            raise protocols.Mismatch(NONCE_TAKEN)
         for key, _ in _keys(call, payment):
             db.execute(
                 "INSERT INTO idempotency_keys (payer, key, body_hash, deal_id) VALUES (:payer, :key, :hash, :deal)"
