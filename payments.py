@@ -197,7 +197,7 @@ def _known(db, world, offer, payment, call, *, now):
     if deal is None:
         return None
     if own is None or own["status"] == "refused":
-        if deal["state"] == "lapsed" and _may_retry(db, deal, payment, now=now):
+        if deal["state"] == "lapsed" and _may_retry(db, world, deal, payment):
             return None
         return _other_payment(db, world, deal, payment, now=now)
     if own["status"] == "settled":
@@ -252,13 +252,18 @@ def find_payment(db, authorization):
     ).fetchone()
 
 
-def _may_retry(db, deal, payment, *, now):
-    """Whether a new attempt may start on a lapsed deal: at once for the same payer; for another one only when
-    the earlier authorization is dead for certain, so that the money of two payers never meets in one deposit."""
+def _may_retry(db, world, deal, payment):
+    """Whether a new attempt may start on a lapsed deal: at once for the same payer; for another one only when the
+    chain shows every earlier authorization dead and nothing left of one that landed late, so that the money of two
+    payers never meets in one deposit."""
     if payment.authorization.payer == deal["buyer_address"]:
         return True
     row = db.execute("SELECT max(valid_before) AS last FROM payments WHERE deal_id = :id", {"id": deal["id"]}).fetchone()
-    return now > row["last"] + settlement.MARGIN
+    try:
+        dead = world.ledger.head(depth=world.settings.confirmations).time > (row["last"] or 0) + settlement.MARGIN
+        return dead and world.ledger.balance(deal["deposit_address"]) < deals.SMALLEST_TRANSFER
+    except chain.ChainUnknown as error:
+        raise _chain_unknown() from error
 
 
 def _other_payment(db, world, deal, payment, *, now):
@@ -344,11 +349,15 @@ def _paid(world, authorization, *, since):
     try:
         units, transaction = world.ledger.payment(authorization, since=since)
     except chain.ChainUnknown as error:
-        raise Refusal(
-            "unavailable", "The chain cannot be asked now; nothing was charged. Retry with the same payment.",
-            headers={"Retry-After": "10"},
-        ) from error  # fmt: skip
+        raise _chain_unknown() from error
     return units >= authorization.value and transaction is not None
+
+
+def _chain_unknown():
+    return Refusal(
+        "unavailable", "The chain cannot be asked now; nothing was charged. Retry with the same payment.",
+        headers={"Retry-After": "10"},
+    )  # fmt: skip
 
 
 def _claim(db, world, offer, payment, call, *, now):
