@@ -64,7 +64,6 @@ def check_switches(db):
 
 def create(db, world, call):
     """Answer one call of the paid endpoint. Returns an :class:`Answer`; raises :class:`Refusal`."""
-    check_switches(db)
     deal = None
     if call.terms is not None:
         deal = deals.find(db, call.terms.deal_id(world.terminal.master_key))
@@ -72,6 +71,7 @@ def create(db, world, call):
     try:
         payment = protocols.read(call.signatures, call.authorizations)
         if payment is None:
+            check_switches(db)
             return quote(world, unpaid(offer, call, deal))
         if call.refusal:
             raise call.refusal
@@ -83,6 +83,7 @@ def create(db, world, call):
     except protocols.Mismatch as mismatch:
         if call.refusal:
             raise call.refusal from None
+        check_switches(db)
         return quote(world, dataclasses.replace(offer, error=str(mismatch), invalid=_open(deal)))
     except Refusal as refusal:
         if refusal.code == "invalid_payment":
@@ -175,6 +176,7 @@ def _pay(db, world, call, offer, payment):
     answer = _known(db, world, offer, payment, call, now=now)
     if answer:
         return answer
+    check_switches(db)
     with limits.slot(
         world.counters(), call.client, now=world.clock(), most=settings.max_in_flight,
         most_per_client=settings.max_in_flight_per_client,
