@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import sqlite3
 
 import chain
 import db as database
@@ -204,7 +205,11 @@ def _known(db, world, offer, payment, call, *, now):
         return _other_payment(db, world, deal, payment, now=now)
     if own["status"] == "settled":
         return _stored(world, own, now=now)
-    held = settlement.take_lease(db, world, own["id"], now=now)
+    try:
+        held = settlement.take_lease(db, world, own["id"], now=now)
+    except sqlite3.OperationalError:  # its money may have moved long ago: "nothing was charged" could be a lie
+        log.exception("the payment of %s cannot be taken up again now; it stays pending", deal["id"])
+        return pending_answer(deal["id"])
     if held is None:
         return _in_progress()
     return _settled(db, world, offer, held, send=True)
