@@ -88,7 +88,7 @@ def create(db, world, call):
         return quote(world, dataclasses.replace(offer, error=str(mismatch), invalid=_open(deal)))
     except Refusal as refusal:
         if refusal.code == "invalid_payment":
-            headers, _ = protocols.quote(world.terminal, offer, now=world.now())
+            headers, _ = protocols.quote(world.terminal, unpaid(offer, call, deal), now=world.now())
             refusal.headers.update(headers)
         raise
 
