@@ -1,12 +1,16 @@
 """Buyers and sellers for tests: they sign what real clients sign and speak HTTP through a test client."""
 
 import base64
+import dataclasses
+import glob
 import json
 import re
 
 import coincurve
 
+import app as application
 import chain
+import facilitators
 import sandbox
 
 SECRET = "correct horse battery staple"
@@ -134,3 +138,57 @@ def _point(number):
 
 def _b64url(data):
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+# -- A service under test -----------------------------------------------------------------------------------
+
+
+def nonce(number):
+    return f"0x{number:064x}"
+
+
+def send(client, body, payment, path="/x402/deal", **headers):
+    """Make the paid call; further headers by name with underscores."""
+    more = {name.replace("_", "-"): value for name, value in headers.items()}
+    return client.post(path, json=body, headers={**payment, **more})
+
+
+def error(answer):
+    return answer.status_code, answer.json["error"]
+
+
+def balance(world, address):
+    return sandbox.balance(world.facilitators[0].connect(), address.lower())
+
+
+def files(world):
+    """Return the bytes of everything the service has stored that is not a mere counter."""
+    found = {}
+    for path in glob.glob(world.settings.database + "*"):
+        if ".counters" not in path:
+            with open(path, "rb") as file:
+                found[path] = file.read()
+    return found
+
+
+class Scripted(facilitators.Facilitator):
+    """A facilitator that says what it is told to say; with ``moves`` it really settles before it speaks."""
+
+    def __init__(self, real, verdict=None, outcome=None, moves=False, url="https://one.test"):
+        self.real, self.verdict, self.outcome, self.moves, self.url = real, verdict, outcome, moves, url
+        self.connect, self.calls = real.connect, []
+
+    def verify(self, payload, requirements, *, seconds):
+        self.calls.append("verify")
+        return self.verdict or self.real.verify(payload, requirements, seconds=seconds)
+
+    def settle(self, payload, requirements, *, seconds):
+        self.calls.append("settle")
+        found = self.real.settle(payload, requirements, seconds=seconds) if self.moves or not self.outcome else None
+        return self.outcome or found
+
+
+def another(world, **options):
+    """Return a client of the same service, whose facilitator follows a script."""
+    changed = dataclasses.replace(world, facilitators=(Scripted(world.facilitators[0], **options),))
+    return application.create_app(world=changed).test_client()
