@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import pathlib
+import re
 
 import jsonschema
 
@@ -18,10 +19,19 @@ def document():
     return json.loads(PATH.read_text())
 
 
+def _pattern(validator, pattern, instance, schema):
+    """Read ``$`` as JSON Schema does: the very end. Python's also matches before a last line break."""
+    if isinstance(instance, str) and not re.search(re.sub(r"\$$", r"\\Z", pattern), instance):
+        yield jsonschema.ValidationError(f"does not match {pattern}")
+
+
+_Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": _pattern})
+
+
 @functools.cache
 def _validator(name):
     schema = {"$ref": f"#/components/schemas/{name}", "components": document()["components"]}
-    return jsonschema.Draft202012Validator(schema)
+    return _Validator(schema)
 
 
 def compile_all(*names):
