@@ -1,23 +1,13 @@
 """What the parties do over HTTP: proofs, repeats, refusals, offers, and the public record."""
 
-import dataclasses
 import hashlib
-import json
-import logging
-import pathlib
-import sqlite3
 
 import pytest
-import sandbox
 from conftest import NOON
 from eth_account import Account
 from eth_account.messages import encode_defunct
-from facilitators import Outcome
-from parties import SECRET, Buyer, Seller
+from parties import SECRET, Buyer
 from states import reach
-
-import app as application
-import db as database
 
 BUYER_ADDRESS = "0x7E5F4552091A69125d5DfCb7b8C2659029395Bdf"  # of the private key 1
 SELLER_ADDRESS = "0x2B5AD5c4795c026514f8317c7a215E218DcCD6cF"  # of the private key 2
