@@ -154,7 +154,7 @@ def _add_deals(app, world):
 def conditional(body, etag, content_type="application/json", cache="no-cache"):
     """Return a response with a strong ETag, or 304 when the client already has it."""
     headers = {"ETag": etag, "Cache-Control": cache}
-    if etag.strip('"') in request.if_none_match:
+    if request.if_none_match.contains_weak(etag.strip('"')):
         return Response(status=304, headers=headers)
     return Response(body, 200, headers, content_type=content_type)
 

@@ -19,7 +19,7 @@ from parties import Buyer, Seller
 
 from evm.rig import anvil, facilitator, pytest_terminal_summary  # noqa: E402, F401 (fixtures)
 
-NOON = 1_790_000_000  # 2026-09-21T13:33:20Z, the moment at which most tests begin
+NOON = 1_790_000_000  # 2026-09-21T14:13:20Z, the moment at which most tests begin
 
 
 class Clock:
