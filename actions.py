@@ -64,14 +64,17 @@ def read(db, world, deal_id):
 
 
 def rendered(db, world, deal):
-    """Return (JSON bytes, ETag) of a deal's row; composed once per version and worker."""
-    key = deal["id"], deal["version"]
-    if key not in world.records:
+    """Return (JSON bytes, ETag) of a deal's row, or of a newer one; composed once per version and worker."""
+    found = world.records.get((deal["id"], deal["version"]))
+    if found is None:
+        with database.snapshot(db):  # its row, history and transfers are of one moment
+            deal = deals.find(db, deal["id"])
+            record = deals.record(db, deal, world.frame)
         if len(world.records) >= 4096:
             world.records.clear()
-        body = json.dumps(deals.record(db, deal, world.frame), separators=(",", ":")).encode()
-        world.records[key] = body, f'"{chain.sha256(body).hex()[:32]}"'
-    return world.records[key]
+        body = json.dumps(record, separators=(",", ":")).encode()
+        found = world.records[deal["id"], deal["version"]] = body, f'"{chain.sha256(body).hex()[:32]}"'
+    return found
 
 
 def _values(deal, action, fields):
