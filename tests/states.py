@@ -39,7 +39,7 @@ def reach(db, world, state, *, ref=None, hours=(10, 5), instant=False):
     now = world.now()
     terms = deals.Terms(
         amount_units=AMOUNT, seller_address=SELLER, secret_hash=chain.sha256(SECRET.encode()).hex(),
-        deadline_hours=hours[0], review_hours=hours[1], instant=instant, ref=ref or state,
+        deadline_hours=hours[0], review_hours=hours[1], instant=instant, ref=f"{state} {ref}",
     )  # fmt: skip
     master_key = world.terminal.master_key
     deal_id, deposit = terms.deal_id(master_key), chain.deposit_address(master_key, terms.canonical)
