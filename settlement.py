@@ -17,6 +17,7 @@ from facilitators import Outcome
 LEASE_SLACK = 20  # seconds a lease outlives the time budget of settling
 LOOK_EVERY = 5  # seconds between looks at the chain for one pending deal, whoever asks
 MARGIN = 60  # seconds past validBefore until an unused authorization counts as dead
+UNPROVEN = 3600  # seconds past validBefore until a used one whose transaction no node can show counts as cancelled
 LOOK_BACK = 1800  # seconds before the claim in which the authorization may already have been submitted
 LOOK_AFTER = (0, 0.3, 0.7, 1.0, 1.5, 2.5)  # pauses between looks right after settling, within chain_patience
 
@@ -117,11 +118,15 @@ def _look(world, authorization, payment, *, hint, patient):
 
 
 def _dead(world, authorization):
-    """Whether this authorization can never fund its deal: expired unused, or used up without its money here."""
+    """Whether this authorization can never fund its deal: expired unused, or used up without its money here.
+
+    Other money at the deposit may hide that it was cancelled; then the lack of its transaction counts in the end.
+    """
     head = world.ledger.head(depth=world.settings.confirmations)
     used = world.ledger.used([(authorization.payer, authorization.nonce)], at=head.number)[0]
     if used:
-        return world.ledger.balance(authorization.to, at=head.number) < authorization.value
+        short = world.ledger.balance(authorization.to, at=head.number) < authorization.value
+        return short or head.time > authorization.valid_before + UNPROVEN
     return head.time > authorization.valid_before + MARGIN
 
 

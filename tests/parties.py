@@ -4,12 +4,15 @@ import base64
 import dataclasses
 import glob
 import json
+import os
 import re
+import traceback
 
 import coincurve
 
 import app as application
 import chain
+import db as database
 import facilitators
 import sandbox
 
@@ -188,7 +191,29 @@ class Scripted(facilitators.Facilitator):
         return self.outcome or found
 
 
+def serving(world, *peers, **settings):
+    """Return a client of the same service with these facilitators and settings."""
+    settings = dataclasses.replace(world.settings, **settings)
+    return application.create_app(world=dataclasses.replace(world, facilitators=peers, settings=settings)).test_client()
+
+
 def another(world, **options):
-    """Return a client of the same service, whose facilitator follows a script."""
-    changed = dataclasses.replace(world, facilitators=(Scripted(world.facilitators[0], **options),))
-    return application.create_app(world=changed).test_client()
+    """Return a client of the same service, whose one facilitator follows a script."""
+    return serving(world, Scripted(world.facilitators[0], **options))
+
+
+def fork(function):
+    """Run ``function`` in a process of its own; returns its pid. It exits 0, or 70 after an exception."""
+    inherited = dict(vars(database._thread))  # a connection must not even be closed on this side of the fork
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        vars(database._thread).clear()
+        function()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
