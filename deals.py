@@ -143,7 +143,7 @@ _ALL, _NONE, _PART = "seller_units = amount_units", "seller_units = 0", "seller_
 MOVES = {
     "fund": Move(
         ("pending",), "funded", ("chain",),
-        sets="funded_at = :now, look_at = NULL, deliver_by = :now + deadline_hours * 3600,"
+        sets="funded_at = :now, look_at = :now + 30, deliver_by = :now + deadline_hours * 3600,"
              " due_at = :now + deadline_hours * 3600",
     ),
     "lapse": Move(("pending",), "lapsed", ("clock",), sets="ended_at = :now, look_at = :look_at"),

@@ -36,6 +36,8 @@ def health(db, world):
     ).fetchone()
     if legs["stuck"]:
         problems.append("transfers have been on their way for over an hour")
+    if db.execute("SELECT 1 FROM payments WHERE status = 'settled' AND reason IS NOT NULL LIMIT 1").fetchone():
+        problems.append("the chain has lost a deposit")
     held = db.execute(
         "SELECT count(*) AS n, coalesce(sum(price_units), 0) AS units FROM deals"
         " WHERE state IN ('funded', 'accepted', 'delivered', 'disputed')"

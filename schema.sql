@@ -95,6 +95,7 @@ CREATE TABLE payments (
   UNIQUE (payer, nonce),
   UNIQUE (deal_id, attempt)
 ) STRICT;
+CREATE INDEX payments_lost ON payments (id) WHERE status = 'settled' AND reason IS NOT NULL;
 CREATE INDEX payments_answered ON payments (settled_at) WHERE answer_body IS NOT NULL;
 
 CREATE TABLE idempotency_keys (

@@ -28,7 +28,7 @@ class Settings:
     passphrase: str = ""
     secrets: str = ""
     treasury: str = ""  # empty: the address of the master key
-    facilitators: tuple[str, ...] = ("https://x402.org/facilitator",)
+    facilitators: tuple[str, ...] = ("https://facilitator.payai.network", "https://facilitator.openx402.ai")
     facilitator_token: str = ""
     rpc_url: str = "https://mainnet.base.org"
     proxies: int = 0

@@ -203,6 +203,31 @@ def _unknown(db, world, payment, *, hint, reason):
         return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
 
 
+def restore(db, world, deal_id):
+    """Submit a funded deal's payment again if a reorganisation has taken it off the chain.
+
+    Returns True once it is as deep as configured, False while it is not yet, None when it is lost for good:
+    unused although it has expired.
+    """
+    payment = db.execute(
+        "SELECT * FROM payments WHERE deal_id = :id AND status = 'settled'", {"id": deal_id}
+    ).fetchone()
+    if payment is None:  # lapsed: nothing was ever there to keep
+        return True
+    authorization = authorization_of(db, payment)
+    pair = [(authorization.payer, authorization.nonce)]
+    head = world.ledger.head(depth=world.settings.confirmations)
+    if world.ledger.used(pair, at=head.number)[0]:
+        return True
+    if head.time > authorization.valid_before + MARGIN:
+        lost = "the chain has lost this payment, and it has expired"
+        db.execute("UPDATE payments SET reason = :reason WHERE id = :id", {"reason": lost, "id": payment["id"]})
+        return None
+    if not world.ledger.used(pair)[0]:
+        submit(world, authorization, payment["signature"], payment["resource_url"])
+    return False
+
+
 def resolve(db, world, deal_id, *, send):
     """Look at a pending deal again; for the sweep (``send``: submit again) and for reads. Returns True if it moved."""
     now = world.now()

@@ -32,8 +32,8 @@ def sweep(db, world, wallets, *, limit=100, seconds=50, progress=lambda total, d
         progress(len(work), number)
         _guarded(counts, job, db, world, deal_id)
     _guarded(counts, _legs, db, world, wallets, limit)
-    for row in _ended(db, world, limit):
-        _guarded(counts, _surplus, db, world, row)
+    for row in _deposits(db, world, limit):
+        _guarded(counts, _surplus if row["due_at"] is None else _still_there, db, world, row)
     counts["forgotten"] = settlement.forget_answers(db, now=world.now(), hours=world.settings.answer_hours)
     database.set_meta(db, "last_sweep_at", world.now())
     return counts
@@ -190,6 +190,7 @@ def _send(db, world, row, counts):
         return
     refusal = world.ledger.refusal(authorization, row["signature"])
     if refusal:
+        settlement.restore(db, world, row["deal_id"])  # if the deposit itself has gone, have it paid again
         _block(db, row, refusal)
         counts["blocked"] += 1
     else:
@@ -243,15 +244,22 @@ def _confirm(db, world, row, counts):
             counts["confirmed"] += 1
 
 
-# -- Surplus ------------------------------------------------------------------------------------------------
+# -- Deposits -----------------------------------------------------------------------------------------------
 
 
-def _ended(db, world, limit):
-    """Return ended and lapsed deals whose deposit is to be looked at, once everything owed has been paid."""
+def _deposits(db, world, limit):
+    """Return deals whose deposit is to be looked at: soon after funding, and again when all is paid or lapsed."""
     return db.execute(
         "SELECT * FROM deals WHERE look_at <= :now AND state <> 'pending' ORDER BY look_at LIMIT :limit",
         {"now": world.now(), "limit": limit},
     ).fetchall()
+
+
+def _still_there(db, world, deal, counts):
+    """Make sure that a funded deal's money has stayed on the chain, while its payment could be submitted again."""
+    there = settlement.restore(db, world, deal["id"])
+    counts["lost"] += there is None
+    _look_again(db, deal, world.now() + settlement.LOOK_EVERY if there is False else None)
 
 
 def _surplus(db, world, deal, counts):

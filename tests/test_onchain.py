@@ -273,6 +273,35 @@ def test_payouts_count_only_when_they_are_as_deep_as_configured(service, anvil, 
     assert record(service, deal)["transfers"][0]["status"] == "confirmed"
 
 
+def test_a_deposit_that_a_reorganisation_took_away_is_paid_again_with_the_same_bytes(
+    service, anvil, payer, seller, facilitator
+):
+    before = anvil.snapshot()
+    deal = deal_for(service, payer, seller)
+    anvil.revert(before)
+    facilitator.reset()
+    assert anvil.balance(deal["deposit_address"]) == 0
+    service.db.execute("UPDATE deals SET look_at = 0")
+    service.sweep(1)
+    assert anvil.balance(deal["deposit_address"]) == 20_292_000
+    service.db.execute("UPDATE deals SET look_at = 0")
+    service.sweep(1)
+    assert service.db.execute("SELECT look_at FROM deals").fetchone()["look_at"] is None
+
+
+def test_a_deposit_lost_for_good_is_told_to_the_operator(service, anvil, payer, seller, facilitator):
+    before = anvil.snapshot()
+    deal_for(service, payer, seller)
+    anvil.revert(before)
+    facilitator.reset()
+    anvil.move_clock(3600)
+    service.db.execute("UPDATE deals SET look_at = 0")
+    service.sweep(1)
+    fit, facts = operations.health(service.db, service.world)
+    assert not fit and "the chain has lost a deposit" in facts["problems"]
+    assert len(service.audit()) == 1
+
+
 def test_the_quote_names_usdc_on_base_under_its_own_signing_domain(service, seller):
     import requests
 
