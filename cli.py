@@ -262,12 +262,12 @@ def resolve_dispute(deal_id, outcome, note, seller_usd, yes):
     deal = deals.get(db, deal_id)
     if (outcome == "split") != (seller_usd is not None):
         raise click.UsageError("--seller-usd goes with split, and split needs it.")
-    units = _usd(seller_usd) if seller_usd else deal["amount_units"] * (outcome == "release")
+    units = deal["amount_units"] * (outcome == "release") if seller_usd is None else _usd(seller_usd)
+    operations.resolve_dispute(db, world, deal_id, outcome, note=note, seller_units=units, act=yes)
     parts = f"seller {deals.usd(units)}, buyer {deals.usd(deal['amount_units'] - units)}"
     if not yes:
         click.echo(f"Would decide {deal_id}: {outcome} ({parts}). Nothing was done; add --yes to act.")
         return
-    operations.resolve_dispute(db, world, deal_id, outcome, note=note, seller_units=units)
     click.echo(f"Decided {deal_id}: {outcome} ({parts}).")
 
 

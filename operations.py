@@ -104,8 +104,11 @@ def switch(db, name, *, on):
 # -- Disputes -----------------------------------------------------------------------------------------------
 
 
-def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None):
-    """Decide a disputed deal: ``release``, ``refund`` or ``split``. Returns the deal's row."""
+def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None, act=True):
+    """Decide a disputed deal: ``release``, ``refund`` or ``split``. Returns the deal's row.
+
+    Without ``act`` it only refuses what it would refuse.
+    """
     deal = deals.get(db, deal_id)
     if outcome == "split" and not 0 <= (seller_units or 0) <= deal["amount_units"]:
         raise Refusal("invalid_request", f"The seller's part must be from 0 to {deals.usd(deal['amount_units'])}.")
@@ -113,13 +116,15 @@ def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None):
     now = world.now()
     with database.transaction(db):
         deals.apply_due(db, deal_id, now=now, treasury=world.treasury)
-        moved = deals.move(
-            db, deal_id, f"resolve_{outcome}", now=now, actor="operator", treasury=world.treasury, content=note, **values
-        )
-        deal = deals.find(db, deal_id)
-    if not moved:
+        deal, decided = deals.find(db, deal_id), None
+        if act:
+            decided = deals.move(
+                db, deal_id, f"resolve_{outcome}", now=now, actor="operator", treasury=world.treasury, content=note,
+                **values,
+            )  # fmt: skip
+    if not decided and (act or deal["state"] != "disputed"):
         raise Refusal("invalid_state", f"The deal is {deal['state']}; only a disputed deal can be resolved.")
-    return deal
+    return decided or deal
 
 
 # -- Stray money --------------------------------------------------------------------------------------------
