@@ -313,7 +313,7 @@ def audit(as_json):
 @click.option("--to", "payee", required=True, help="The address the money came from.")
 @click.option("--yes", is_flag=True, help="Really return it.")
 def recover(terms_file, payee, yes):
-    """Return money at the deposit of a request body (JSON) that never became a deal."""
+    """Return stray money at the deposit of a request body (JSON): of no deal, or of one long over."""
     _, db, world = _open()
     terms, refusal = payments.read_body(world, terms_file.read(), "application/json")
     if refusal:

@@ -131,26 +131,41 @@ def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None, act
 
 
 def recover(db, world, terms, payee, *, act):
-    """Find money at the deposit of terms that never became a deal; with ``act``, owe it to ``payee``.
+    """Find money at the deposit of terms that no running deal accounts for; with ``act``, owe it to ``payee``.
 
-    Returns (deposit address, units there). The deal is entered as lapsed, so that the sweep returns its money
-    like any surplus.
+    Returns (deposit address, units there). Terms that never became a deal are entered as a lapsed one, so that
+    the sweep returns their money like any surplus. What reached a deal long after its end goes to its buyer.
     """
     master_key = world.terminal.master_key
     deal_id, deposit = terms.deal_id(master_key), chain.deposit_address(master_key, terms.canonical)
-    existing = deals.find(db, deal_id)
-    if existing:
-        raise Refusal("deal_exists", f"These terms are the deal {deal_id} ({existing['state']}): the sweep looks after it.")
+    _check_recoverable(db, deal_id, payee)
     units = world.ledger.balance(deposit)
     if act and units >= deals.SMALLEST_TRANSFER:
         now, price = world.now(), world.settings.price_units(terms.amount_units)
         with database.transaction(db):
-            deals.open_attempt(
-                db, terms, deal_id=deal_id, deposit=deposit, master_key=master_key, price_units=price, buyer=payee,
-                decide_hours=world.settings.decide_hours, now=now,
-            )  # fmt: skip
-            deals.move(db, deal_id, "lapse", now=now, actor="clock", treasury=world.treasury, look_at=now)
+            if not _check_recoverable(db, deal_id, payee):
+                deals.open_attempt(
+                    db, terms, deal_id=deal_id, deposit=deposit, master_key=master_key, price_units=price, buyer=payee,
+                    decide_hours=world.settings.decide_hours, now=now,
+                )  # fmt: skip
+                deals.move(db, deal_id, "lapse", now=now, actor="clock", treasury=world.treasury, look_at=now)
+            db.execute("UPDATE deals SET look_at = :now WHERE id = :id", {"now": now, "id": deal_id})
     return deposit, units
+
+
+def _check_recoverable(db, deal_id, payee):
+    """Refuse while the sweep looks after the deal's money, or to pay anyone but its buyer. Returns its row or None."""
+    deal = deals.find(db, deal_id)
+    if deal is None:
+        return None
+    state, owed = deal["state"], "SELECT 1 FROM transfers WHERE deal_id = :id AND next_at IS NOT NULL"
+    ended = state == "lapsed" or state in deals.ENDED
+    if not ended or deal["look_at"] is not None or db.execute(owed, {"id": deal_id}).fetchone():
+        raise Refusal("deal_exists", f"These terms are the deal {deal_id} ({state}): the sweep looks after it.")
+    if payee != deal["buyer_address"]:
+        buyer = chain.checksum(deal["buyer_address"])
+        raise Refusal("deal_exists", f"These terms are the deal {deal_id} ({state}): its money goes back to {buyer} only.")
+    return deal
 
 
 # -- Books --------------------------------------------------------------------------------------------------
