@@ -30,12 +30,12 @@ def health(db, world):
         problems.append("the sweep is overdue")
     legs = db.execute(
         "SELECT count(*) AS open, coalesce(sum(status = 'blocked'), 0) AS blocked, coalesce(sum(value_units), 0) AS units,"
-        " coalesce(sum(status = 'sent' AND created_at <= :old), 0) AS stuck FROM transfers WHERE next_at IS NOT NULL"
-        " AND leg <> 'guarantee'",
+        " coalesce(sum((status = 'sent' OR status = 'due' AND reason IS NOT NULL) AND created_at <= :old), 0) AS stuck"
+        " FROM transfers WHERE next_at IS NOT NULL AND leg <> 'guarantee'",
         {"old": now - STUCK},
     ).fetchone()
     if legs["stuck"]:
-        problems.append("transfers have been on their way for over an hour")
+        problems.append("transfers could not be signed or have been on their way for over an hour")
     if db.execute("SELECT 1 FROM payments WHERE status = 'settled' AND reason IS NOT NULL LIMIT 1").fetchone():
         problems.append("the chain has lost a deposit")
     held = db.execute(
