@@ -25,6 +25,8 @@ DOMAIN_TYPE = keccak(b"EIP712Domain(string name,string version,uint256 chainId,a
 AUTHORIZATION_USED = "0x" + keccak(b"AuthorizationUsed(address,bytes32)").hex()
 TRANSFER = "0x" + keccak(b"Transfer(address,address,uint256)").hex()
 ERC1271_MAGIC = keccak(b"isValidSignature(bytes32,bytes)")[:4]
+# Words of a node for a call that the contract itself failed; any other error, such as a rate limit, says nothing.
+CALL_FAILED = re.compile(r"revert|out ?of ?gas|gas required|opcode|jump|stack (under|over)flow|evm error", re.IGNORECASE)
 
 
 def sha256(data):
@@ -378,9 +380,14 @@ class Ledger:
             return False
         body = {"to": account, "data": "0x" + data.hex()}
         answer = self._post({"jsonrpc": "2.0", "id": 1, "method": "eth_call", "params": [body, "latest"]})
-        if not isinstance(answer, dict):
+        if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+            message = str(answer["error"].get("message", ""))
+            if CALL_FAILED.search(message):
+                return False
+            raise ChainUnknown(message[:200])
+        if not isinstance(answer, dict) or "result" not in answer:
             raise ChainUnknown("the node's answer is not JSON-RPC")
-        return str(answer.get("result", ""))[:10] == "0x" + ERC1271_MAGIC.hex()
+        return str(answer["result"])[:10] == "0x" + ERC1271_MAGIC.hex()
 
     def _call(self, data, at):
         return ("eth_call", [{"to": self.token.address, "data": "0x" + data}, "latest" if at is None else hex(at)])
