@@ -188,8 +188,7 @@ def _prove(world, deal, action, fields, body, *, client):
 
 def _signed(world, account, digest, signature):
     """Whether ``account`` signed ``digest``: as its own key, or as a contract wallet (ERC-1271)."""
-    signature = chain.tidy_signature(signature)
-    if chain.signer(digest, signature) == account:
+    if chain.signer(digest, chain.tidy_signature(signature)) == account:
         return True
     try:
         return world.ledger.signed_by_contract(account, digest, signature)
