@@ -40,8 +40,10 @@ def act(db, world, deal_id, action, body, *, client):
     now = world.now()
     with database.transaction(db):
         deals.apply_due(db, deal_id, now=now, treasury=world.treasury)
-        done = _repeated(db, deal_id, action, actor, content) or _carry_out(
-            db, world, deal_id, action, actor, values, content, now=now
+        proved, deal = deal, deals.find(db, deal_id)
+        done = deal["attempt"] == proved["attempt"] and (  # the next attempt may have another buyer
+            _repeated(db, deal_id, action, actor, content)
+            or _carry_out(db, world, deal_id, action, actor, values, content, now=now)
         )
         deal = deals.find(db, deal_id)
     if not done:
