@@ -48,14 +48,14 @@ def read_json(data):
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
+    if exchange.too_deep(text):
+        raise ValueError("it is nested too deeply")
     try:
         value = json.loads(
             text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_small_int
         )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError:
         raise ValueError("it contains a lone surrogate") from None
     except json.JSONDecodeError:
