@@ -3,6 +3,7 @@
 Addresses are lower-case ``0x`` hex everywhere inside the service; :func:`checksum` is for what others read.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -50,14 +51,14 @@ def read_json(data):
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
+    if exchange.too_deep(text):
+        raise ValueError("it is nested too deeply")
     try:
         value = json.loads(
             text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_small_int
         )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError:
         raise ValueError("it contains a lone surrogate") from None
     except json.JSONDecodeError:
@@ -262,6 +263,15 @@ class ChainUnknown(Exception):
     """The chain could not be read. Says nothing about what is on it."""
 
 
+@contextlib.contextmanager
+def _well_formed():
+    """Take an answer of another shape than the node's interface has for no answer."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ChainUnknown("the node's answer does not have the shape it should") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Head:
     """A block: its number and its time in Unix seconds."""
@@ -276,6 +286,7 @@ class Ledger:
     def __init__(self, url, token, *, seconds=8.0):
         self.url, self.token, self.seconds = url, token, seconds
 
+    @_well_formed()
     def head(self, *, depth=0):
         """Return the newest block, or the one ``depth`` blocks below it."""
         (block,) = self._ask(("eth_getBlockByNumber", ["latest", False]))
@@ -325,6 +336,7 @@ class Ledger:
         """Return the hash of the transaction that used ``authorization`` and moved its money, or None."""
         return hint and self._by_hint(authorization, hint)[1] or self._search(authorization, since)
 
+    @_well_formed()
     def _by_hint(self, authorization, hint):
         """Return (units at the payee, the hash if it really is this authorization's transaction, or None)."""
         balance = self._call("70a08231" + _word(authorization.to).hex(), None)
@@ -333,6 +345,7 @@ class Ledger:
         units, receipt = self._ask(balance, ("eth_getTransactionReceipt", [hint]))
         return _int(units), hint.lower() if self._proves(receipt, authorization) else None
 
+    @_well_formed()
     def _search(self, authorization, since):
         """Find the transaction by the token's own log. The range is bounded, since nodes refuse wide ones."""
         head = self.head()
@@ -372,6 +385,7 @@ class Ledger:
             raise ChainUnknown("the node's answer is not JSON-RPC")
         return None
 
+    @_well_formed()
     def signed_by_contract(self, account, digest, signature):
         """Whether ``account`` is a contract wallet that accepts ``signature`` for ``digest`` (ERC-1271)."""
         data = ERC1271_MAGIC + digest + _word(64) + _dynamic(bytes.fromhex(signature[2:]))
