@@ -270,7 +270,7 @@ class Node(chain.Ledger):
 
     def eth_getLogs(self, top, where):
         first, last = int(where["fromBlock"], 16), int(where["toBlock"], 16)
-        if last - first > 10_000:
+        if last - first >= 2_000:
             raise Reverted("block range is too wide")
         _, payer, nonce = where["topics"]
         use = self.model.uses.get(("0x" + payer[26:], nonce))

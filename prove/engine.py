@@ -125,6 +125,7 @@ class Worker(threading.Thread):
     def drop(self):
         """Lose the connections as a dying process does: what was not committed is gone."""
         for connection in self.opened:
+            connection.rollback()
             connection.close()
         self.opened = ()
 

@@ -88,9 +88,14 @@ class Laws:
             self.sim.say("a refused payment is settled again", task.deal)
         if not self.clock_jumped and not self.was_restored:
             for other, lease in self.in_flight.get(key, ()):
-                if other is not task and not other.done and row["lease_until"] < lease + LEASE - 1:
+                if other is not task and row["lease_until"] < lease + LEASE - 1:
                     self.broken("one worker settles one payment", f"{other.label} and {task.label} at once", task.deal)
         self.in_flight.setdefault(key, []).append((task, row["lease_until"]))
+
+    def settled(self, task, authorization):
+        """The facilitator's answer is there, or lost, or the worker is dead: its settle is over."""
+        key = authorization.payer, authorization.nonce
+        self.in_flight[key] = [entry for entry in self.in_flight.get(key, ()) if entry[0] is not task]
 
     def _sending(self, task, authorization, signature):
         leg = self._leg(authorization)
@@ -253,7 +258,7 @@ class Laws:
                 self.broken("a record is never stale", f"shown {record['state']}, it is {row['state']}", record["id"])
 
     def _acted(self, task, ask, answer):
-        if ask.proved is False and answer.status not in (403, 404, 429, 503) and not task.disk_failed:
+        if ask.proved is False and answer.status not in (400, 403, 404, 429, 503) and not task.disk_failed:
             self.broken("a wrong proof gains nothing", f"{ask.path} -> {answer.status}", task.deal)
         if ask.proved and answer.status == 429:
             self.broken("others' wrong proofs lock nobody out", task.label, task.deal)

@@ -56,6 +56,7 @@ def sweeper(sim):
         else:
             pause = math.exp(rng.uniform(math.log(0.5), math.log(200)))
             yield min(3600.0, max(0.0, moment - sim.clock())) + (0.0 if sim.happens("two_sweeps") else pause)
+        yield sim.quiet() * rng.uniform(0.05, 0.4)
         if sim.happens("no_sweep", times=0.3):
             yield rng.choice((600, 7200, 90_000))
         limit = rng.choice((100, 100, 2))
@@ -68,7 +69,7 @@ def judge(sim):
 
     rng = sim.rng
     while True:
-        yield rng.choice((30, 600, 7000))
+        yield rng.choice((30, 600, 7000)) + sim.quiet() * 0.2
         rows = sim.laws.db.execute("SELECT id, decide_by, amount_units FROM deals WHERE state = 'disputed'").fetchall()
         if not rows or rng.random() < 0.5:
             continue
@@ -97,7 +98,7 @@ def keeper(sim):
     while True:
         yield Job("a backup", lambda db, world: _backup(sim, db))
         yield Job("health", lambda db, world: operations.health(db, world))
-        yield sim.rng.choice((100, 2000, 50_000))
+        yield sim.rng.choice((100, 2000, 50_000)) + sim.quiet()
 
 
 def _backup(sim, db):

@@ -29,10 +29,18 @@ class Peer(facilitators.Facilitator):
     def _post(self, verb, payload, requirements, seconds, *, again=False):
         sim, inner = self.sim, payload["payload"]
         sim.foreign(f"/{verb}")
-        authorization = protocols.read_authorization(inner["authorization"])
-        deal = sim.current.deal = sim.deal_of(authorization) or sim.current.deal
-        if verb == "settle":
-            sim.laws.settling(sim.current, authorization, inner["signature"])
+        authorization, task = protocols.read_authorization(inner["authorization"]), sim.current
+        deal = task.deal = sim.deal_of(authorization) or task.deal
+        if verb == "verify":
+            return self._exchange(verb, authorization, inner["signature"], seconds, deal)
+        sim.laws.settling(task, authorization, inner["signature"])
+        try:
+            return self._exchange(verb, authorization, inner["signature"], seconds, deal)
+        finally:
+            sim.laws.settled(task, authorization)
+
+    def _exchange(self, verb, authorization, signature, seconds, deal):
+        sim = self.sim
         if sim.happens("unreachable", deal=deal):
             raise exchange.Unreachable("simulated: connection refused")
         sim.pause(sim.rng.uniform(0.05, 0.8))
@@ -40,7 +48,7 @@ class Peer(facilitators.Facilitator):
         if verb == "settle":
             sim.laws.taken(authorization)
         answer = self._verify if verb == "verify" else self._settle
-        status, value = answer(authorization, inner["signature"], seconds, deal)
+        status, value = answer(authorization, signature, seconds, deal)
         sim.point("foreign")
         if verb == "settle" and isinstance(value, dict) and value.get("errorReason") in CLEAR and not value["transaction"]:
             sim.laws.clearly_refused(authorization)

@@ -86,7 +86,7 @@ class Simulation(engine.Scheduler):
         self.web = [Process(self), Process(self)]
         self.office = Process(self)
         self.workers = [Worker(self, process) for process in (*self.web, *self.web, self.office, self.office, self.office)]
-        self.busy = 0
+        self.busy, self.asked_at = 0, self.time
         self._fund_people()
 
     def make_world(self):
@@ -168,7 +168,7 @@ class Simulation(engine.Scheduler):
         engine.heapq.heappush(self.agents, (self.time + seconds, self.queue_order, generator, value))
 
     def _ask(self, generator, ask):
-        process = self.rng.choice(self.web)
+        process, self.asked_at = self.rng.choice(self.web), self.time
 
         def work(worker):
             response = process.client.open(
@@ -182,6 +182,10 @@ class Simulation(engine.Scheduler):
         task.began, task.turns = self.clock(), 0
         if not self.start(task, process):
             self._later(generator, 1.0, None)
+
+    def quiet(self):
+        """Return how long no client has asked anything: what merely repeats itself may then go slower."""
+        return self.time - self.asked_at
 
     def _job(self, generator, job):
         task = Task(job.label, lambda worker: job.work(worker.db, worker.process.world), deal=job.deal)
