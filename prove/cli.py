@@ -15,7 +15,7 @@ def main():
                 print("seed", seed, v, v.deal)
                 if "-v" in sys.argv:
                     for t in sim.trace:
-                        if v.deal is None or t[2] in (None, v.deal): print(f"{t[0]-1790000000:10.1f} [{t[1]}] {t[3]}")
+                        if v.deal is None or t[2] == v.deal: print(f"{t[0]-1790000000:10.1f} [{t[1]}] {t[3]}")
             except BaseException:
                 print("seed", seed); traceback.print_exc()
                 if "-v" in sys.argv: return 1
