@@ -7,6 +7,7 @@ import chain
 import db as database
 import deals
 import limits
+import transfers
 from deals import Refusal
 
 SWEEP_OVERDUE = 900  # seconds without a sweep, while something waits for one, that are an incident
@@ -126,18 +127,20 @@ def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None):
 
 
 def recover(db, world, terms, payee, *, act):
-    """Find money at the deposit of terms that never became a deal; with ``act``, owe it to ``payee``.
+    """Find money at the deposit of terms whose deal is over or never was; with ``act``, owe it to ``payee``.
 
-    Returns (deposit address, units there). The deal is entered as lapsed, so that the sweep returns its money
-    like any surplus.
+    Returns (deposit address, units there). Terms that are no deal are entered as lapsed, so that the sweep
+    returns their money like any surplus. Refuses with deal_exists while a deal is under way or still pays.
     """
     master_key = world.terminal.master_key
     deal_id, deposit = terms.deal_id(master_key), chain.deposit_address(master_key, terms.canonical)
     existing = deals.find(db, deal_id)
-    if existing:
+    if existing and not transfers.is_over(db, existing):
         raise Refusal("deal_exists", f"These terms are the deal {deal_id} ({existing['state']}): the sweep looks after it.")
     units = world.ledger.balance(deposit)
-    if act and units >= deals.SMALLEST_TRANSFER:
+    if existing and act:
+        transfers.return_surplus(db, world, existing, payee)
+    elif act and units >= deals.SMALLEST_TRANSFER:
         now, price = world.now(), world.settings.price_units(terms.amount_units)
         with database.transaction(db):
             deals.open_attempt(
@@ -155,7 +158,7 @@ def audit(db, world, *, progress=lambda total, done: None):
     """Compare every deal's books with the chain; returns a list of differences, each one a dict.
 
     What a deposit should hold: the price once funded, plus surplus that was found, minus every leg the chain
-    has taken.
+    has taken. Less than a cent more is no difference: anybody can send it, and nothing sends it back.
     """
     rows = db.execute("SELECT id, state, deposit_address, price_units, funded_at FROM deals ORDER BY id").fetchall()
     differences = []
@@ -182,7 +185,7 @@ def _audit_deal(db, world, deal, units, head):
         if used != (leg["status"] == "confirmed") and leg["leg"] != "guarantee":
             word = "the chain has it, the books do not yet" if used else "confirmed in the books, not on the chain"
             found.append({"deal": deal["id"], "leg": leg["leg"], "difference": word})
-    if units != expected:
+    if not 0 <= units - expected < deals.SMALLEST_TRANSFER:
         words = f"the deposit holds {units} units, the books say {expected}"
         found.append({"deal": deal["id"], "leg": None, "difference": words})
     return found

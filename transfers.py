@@ -279,13 +279,18 @@ def return_surplus(db, world, deal, payee):
         return False
     with database.transaction(db):
         again = _last_arrival(db, deal, head, world.now())
-        if not _look_again(db, deal, again) or units < deals.SMALLEST_TRANSFER:
+        if _open_legs(db, deal["id"]) or not _look_again(db, deal, again) or units < deals.SMALLEST_TRANSFER:
             return False
         number = db.execute(
             "SELECT count(*) AS n FROM transfers WHERE deal_id = :id AND leg GLOB 'surplus-*'", {"id": deal["id"]}
         ).fetchone()["n"]
         deals.add_leg(db, deal["id"], f"surplus-{number + 1}", payee, units, now=world.now())
     return True
+
+
+def is_over(db, deal):
+    """Whether a deal has come to its end, has paid all it owes, and nobody looks at its deposit any more."""
+    return deal["state"] in (*deals.ENDED, "lapsed") and deal["look_at"] is None and not _open_legs(db, deal["id"])
 
 
 def _all_gone(db, world, deal, head):
