@@ -171,9 +171,9 @@ class Laws:
             self.confirmed.add(key)
             model = self.sim.chain
             use = model.use(deal["deposit_address"], row["nonce"])
-            if use is None or use.payee != row["payee"] or use.units != row["value_units"]:
+            if not self.was_restored and (use is None or (use.payee, use.units) != (row["payee"], row["value_units"])):
                 self.broken("confirmed means paid on the chain", f"{name}: the chain has {use}", deal["id"])
-            if model.number - use.block < self.sim.settings.confirmations:
+            if use and model.number - use.block < self.sim.settings.confirmations:
                 self.broken("confirmed means deep enough", f"{name} at {model.number - use.block} blocks", deal["id"])
         if name == "guarantee":
             hours = deal["deadline_hours"] + deal["review_hours"] + 168 + 168
@@ -291,11 +291,13 @@ class Laws:
     # -- The end -----------------------------------------------------------------------------------------------------------
 
     def stranded(self):
-        """Return (deal, payee) of money at the deposit of terms that are no deal."""
+        """Return (deal, payee) of money at the deposit of terms that are no deal, or one that is over."""
         found = []
         for deal in self.sim.deals:
             if self.sim.chain.balance(deal.deposit) >= SMALLEST:
-                if not self.db.execute("SELECT 1 FROM deals WHERE id = ?", (deal.id,)).fetchone():
+                row = self.db.execute("SELECT * FROM deals WHERE id = ?", (deal.id,)).fetchone()
+                owing = self.db.execute("SELECT 1 FROM transfers WHERE deal_id = ? AND next_at > 0", (deal.id,)).fetchone()
+                if row is None or (row["due_at"] is None and row["look_at"] is None and not owing):
                     found.append((deal, self._sender(deal) or deal.buyer.address))
         return found
 
