@@ -280,6 +280,11 @@ class Head:
     time: int
 
 
+LOG_RANGE = 2_000  # blocks that one eth_getLogs may span at any public node
+LOG_PAGES = 50  # and how many such calls one search is worth: more than two days of blocks
+DAY_BLOCKS = 43_200
+
+
 class Ledger:
     """Read one token on one chain over JSON-RPC. Every method may raise :class:`ChainUnknown`."""
 
@@ -347,18 +352,28 @@ class Ledger:
 
     @_well_formed()
     def _search(self, authorization, since):
-        """Find the transaction by the token's own log. The range is bounded, since nodes refuse wide ones."""
+        """Find the transaction by the token's own log, in ranges that nodes accept and no more than a few of them."""
         head = self.head()
         blocks = lambda moment: head.number - (head.time - moment) // 2  # Base makes a block every two seconds
         first = max(0, blocks(since) - 100)
         last = min(head.number, max(blocks(authorization.valid_before) + 100, first + 1000))
+        found = self._logs(authorization, first, last)
+        if found or not self.used([(authorization.payer, authorization.nonce)])[0]:
+            return found
+        # It is used, and not where our clock puts it: the clock may have been a day off when it gave us ``since``.
+        return self._logs(authorization, max(0, first - DAY_BLOCKS), min(head.number, last + DAY_BLOCKS))
+
+    def _logs(self, authorization, first, last):
+        """Look through the blocks from ``last`` back to ``first``, or as far back as LOG_PAGES reach."""
         topics = [AUTHORIZATION_USED, "0x" + _word(authorization.payer).hex(), authorization.nonce]
-        where = {"fromBlock": hex(first), "toBlock": hex(last), "address": self.token.address, "topics": topics}
-        (logs,) = self._ask(("eth_getLogs", [where]))
-        for log in logs:
-            (receipt,) = self._ask(("eth_getTransactionReceipt", [log["transactionHash"]]))
-            if self._proves(receipt, authorization):
-                return log["transactionHash"].lower()
+        for top in range(last, first - 1, -LOG_RANGE)[:LOG_PAGES]:
+            where = {"fromBlock": hex(max(first, top - LOG_RANGE + 1)), "toBlock": hex(top),
+                     "address": self.token.address, "topics": topics}  # fmt: skip
+            (logs,) = self._ask(("eth_getLogs", [where]))
+            for log in logs:
+                (receipt,) = self._ask(("eth_getTransactionReceipt", [log["transactionHash"]]))
+                if self._proves(receipt, authorization):
+                    return log["transactionHash"].lower()
         return None
 
     def _proves(self, receipt, authorization):

@@ -174,6 +174,7 @@ def _check_signature(world, deal, terms, payment):
 def _pay(db, world, call, offer, payment):
     """Answer a call with a payment that fits the terms: from what is stored, or by settling it."""
     settings, now = world.settings, world.now()
+    before = deals.find(db, offer.deal_id)  # an attempt that another payer makes after this look is not ours to end
     answer = _known(db, world, offer, payment, call, now=now)
     if answer:
         return answer
@@ -184,7 +185,7 @@ def _pay(db, world, call, offer, payment):
     ):  # fmt: skip
         protocols.match_moment(world.terminal, offer, payment, now=now)
         landed = _verify(world, offer, payment, now=now)
-        claimed = _claim(db, world, offer, payment, call, now=world.now())
+        claimed = _claim(db, world, offer, payment, call, before, now=world.now())
         if claimed is None:  # another request was faster: its claim decides
             return _known(db, world, offer, payment, call, now=world.now()) or _in_progress()
         return _settled(db, world, offer, claimed, send=not landed)
@@ -267,8 +268,9 @@ def _may_retry(db, world, deal, payment):
         return True
     row = db.execute("SELECT max(valid_before) AS last FROM payments WHERE deal_id = :id", {"id": deal["id"]}).fetchone()
     try:
-        dead = world.ledger.head(depth=world.settings.confirmations).time > (row["last"] or 0) + settlement.MARGIN
-        return dead and world.ledger.balance(deal["deposit_address"]) < deals.SMALLEST_TRANSFER
+        head = world.ledger.head(depth=world.settings.confirmations)
+        dead = head.time > (row["last"] or 0) + settlement.MARGIN
+        return dead and world.ledger.balance(deal["deposit_address"], at=head.number) < deals.SMALLEST_TRANSFER
     except chain.ChainUnknown as error:
         raise _chain_unknown() from error
 
@@ -367,13 +369,17 @@ def _chain_unknown():
     )  # fmt: skip
 
 
-def _claim(db, world, offer, payment, call, *, now):
-    """Commit that this payment is about to be settled for this deal. Returns its row, or None if it must not be."""
+def _claim(db, world, offer, payment, call, before, *, now):
+    """Commit that this payment is about to be settled for this deal. Returns its row, or None if it must not be.
+
+    ``before``: the deal's row as :func:`_known` judged it; an attempt made since is another payer's business.
+    """
     authorization, settings = payment.authorization, world.settings
     with database.transaction(db):
         attempt = deals.open_attempt(
             db, call.terms, deal_id=offer.deal_id, deposit=offer.pay_to, master_key=world.terminal.master_key,
             price_units=offer.price_units, buyer=authorization.payer, decide_hours=settings.decide_hours, now=now,
+            takes_over=before["attempt"] if before else None,
         )  # fmt: skip
         if attempt is None:
             return None
