@@ -317,7 +317,7 @@ def open_attempt(
         " VALUES (:id, 'pending', :master_key, :terms, :deposit, :amount, :price, :seller, :buyer, :secret_hash, :ref,"
         " :instant, :deadline_hours, :review_hours, :decide_hours, :now, :now + 60)"
         " ON CONFLICT (id) DO UPDATE SET state = 'pending', attempt = attempt + 1, buyer_address = :buyer,"
-        " price_units = :price, created_at = :now, ended_at = NULL, look_at = :now + 60"
+        " price_units = :price, decide_hours = :decide_hours, created_at = :now, ended_at = NULL, look_at = :now + 60"
         " WHERE state = 'lapsed' AND (buyer_address = :buyer OR attempt = :takes_over) AND NOT EXISTS"
         " (SELECT 1 FROM transfers WHERE deal_id = :id AND next_at IS NOT NULL) RETURNING attempt",
         {

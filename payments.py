@@ -79,7 +79,7 @@ def create(db, world, call):
         if call.terms is None:
             raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
-        _check_signature(world, deal, call.terms, payment)
+        payment = _check_signature(world, call.terms, payment)
         return _pay(db, world, call, offer, payment)
     except protocols.Mismatch as mismatch:
         if call.refusal:
@@ -149,17 +149,21 @@ def _open(deal):
     return deal is not None and deal["state"] != "lapsed"
 
 
-def _check_signature(world, deal, terms, payment):
-    """Check that the payer itself signed the authorization, as its own key or as a contract wallet."""
+def _check_signature(world, terms, payment):
+    """Check that the payer itself signed the authorization, as its own key or as a contract wallet.
+
+    Returns the payment with the signature as the token takes it: v 27 or 28, a contract's own bytes untouched.
+    """
     authorization = payment.authorization
     if authorization.payer in (terms.seller_address, authorization.to):
         raise protocols.Mismatch("The seller cannot pay for its own deal: pay from the buyer's wallet.")
     digest = authorization.digest(world.terminal.token)
-    if chain.signer(digest, payment.signature) == authorization.payer:
-        return
+    tidy = chain.tidy_signature(payment.signature)
+    if chain.signer(digest, tidy) == authorization.payer:
+        return dataclasses.replace(payment, signature=tidy)
     try:
         if world.ledger.signed_by_contract(authorization.payer, digest, payment.signature):
-            return
+            return payment
     except chain.ChainUnknown as error:
         raise Refusal(
             "unavailable", "The chain cannot be asked about this wallet's signature now; nothing was charged.",

@@ -173,7 +173,7 @@ class Facilitator:
             raise Refused("invalid_payload")
         try:
             authorization = protocols.read_authorization(inner.get("authorization"))
-            signature = protocols.read_signature(inner.get("signature"))
+            signature = chain.tidy_signature(protocols.read_signature(inner.get("signature")))
         except ValueError:
             raise Refused("invalid_payload") from None
         stated = [str(requirements.get(name, "")).lower() for name in ("scheme", "network", "asset", "payTo", "amount")]
