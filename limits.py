@@ -3,7 +3,11 @@
 They live in a file of their own beside the database, without durability: none of them is money.
 """
 
+import array
+import bisect
 import contextlib
+import ipaddress
+import math
 import os
 import sqlite3
 
@@ -12,6 +16,8 @@ from deals import Refusal
 
 SLOT_SECONDS = 90  # a slot whose worker died without a trace is free again after this
 PROOFS, PROOF_SECONDS = 10, 60
+FREE_MOST, FREE_SECONDS = 120, 60
+NOTES_MOST, NOTES_SECONDS = 10, 3600
 FAILURES, FAILURE_SECONDS, REST_SECONDS = 5, 60, 30  # so many failures in such a time rest a facilitator that long
 
 TABLES = """
@@ -20,6 +26,10 @@ CREATE TABLE IF NOT EXISTS slots (
 ) STRICT;
 CREATE TABLE IF NOT EXISTS wrong_proofs (deal_id TEXT NOT NULL, client TEXT NOT NULL, at REAL NOT NULL) STRICT;
 CREATE INDEX IF NOT EXISTS wrong_proofs_by ON wrong_proofs (deal_id, client, at);
+CREATE TABLE IF NOT EXISTS visits (
+  client TEXT PRIMARY KEY, times BLOB NOT NULL, until REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS visits_until ON visits (until);
 CREATE TABLE IF NOT EXISTS circuits (
   url TEXT PRIMARY KEY, failures INTEGER NOT NULL, since REAL NOT NULL, open_until REAL NOT NULL, reason TEXT
 ) STRICT;
@@ -106,6 +116,60 @@ def wrong_proof(counters, deal_id, client, *, now):
         "INSERT INTO wrong_proofs (deal_id, client, at) VALUES (:deal, :client, :now)",
         {"deal": deal_id, "client": client, "now": now},
     )
+
+
+# -- The sliding log of the free documents and of feedback -----------------------------------------------------
+
+
+def client_key(address):
+    """Return what counts as one client: an IPv4 address, or the /64 that one IPv6 subscriber holds."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address[:64]
+    if ip.version == 6 and ip.ipv4_mapped:
+        return str(ip.ipv4_mapped)
+    return str(ip) if ip.version == 4 else f"{ipaddress.ip_network((ip, 64), strict=False).network_address}/64"
+
+
+def visit(counters, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
+    """Count one request of a client, if it has fewer than ``most`` in the last ``seconds``.
+
+    Returns (admitted, requests left, seconds until the oldest one expires and a slot opens). Exact across
+    workers: the log of a client is one row, read and written under the write lock. A refused request is
+    not counted.
+    """
+    with database.transaction(counters):
+        row = counters.execute("SELECT times FROM visits WHERE client = :client", {"client": client}).fetchone()
+        times = array.array("d", row["times"]) if row else array.array("d")
+        if times and times[-1] > now:
+            # Another worker read its clock a moment later but was here first; a clock set back forgets the log.
+            now, times = (times[-1], times) if times[-1] - now < seconds else (now, array.array("d"))
+        times = times[bisect.bisect_right(times, now - seconds) :]
+        admitted = len(times) < most
+        if admitted:
+            times.append(now)
+            counters.execute(
+                "INSERT INTO visits (client, times, until) VALUES (:client, :times, :until)"
+                " ON CONFLICT (client) DO UPDATE SET times = :times, until = :until",
+                {"client": client, "times": times.tobytes(), "until": now + seconds},
+            )
+            if row is None:  # every new client clears two that are gone, so the table never outgrows the window
+                counters.execute(
+                    "DELETE FROM visits WHERE client IN (SELECT client FROM visits WHERE until <= :now LIMIT 2)",
+                    {"now": now},
+                )
+    return admitted, most - len(times), max(1, math.ceil(times[0] + seconds - now))
+
+
+def free_headers(left, reset):
+    """Return the four headers of a free document's answer."""
+    return {
+        "RateLimit-Limit": str(FREE_MOST),
+        "RateLimit-Policy": f"{FREE_MOST};w={FREE_SECONDS}",
+        "RateLimit-Remaining": str(left),
+        "RateLimit-Reset": str(reset),
+    }
 
 
 # -- The circuit breaker of the facilitators ------------------------------------------------------------------
