@@ -10,6 +10,7 @@ import pathlib
 import re
 
 import jinja2
+import markupsafe
 import mistune
 
 import chain
@@ -102,7 +103,7 @@ def figures(settings, *, master_key, treasury, receipt_signer, tools=(), mcp_ver
         "mcp_tools": tools,
         "mcp_versions": " and ".join(mcp_versions),
         **_prices(settings),
-        **_client_lines(settings, asset),
+        **client_lines(settings),
     }
 
 
@@ -127,9 +128,10 @@ def _prices(settings):
     }
 
 
-def _client_lines(settings, asset):
+def client_lines(settings):
     """Return the lines that raise the SDKs' default limits, just above our highest price."""
     most = -(-settings.price_units(settings.max_amount_units) // 100_000_000) * 100  # dollars, in full hundreds
+    asset = chain.checksum(settings.asset)
     if not settings.sandbox:
         return {
             "x402_limit_line": f'client.set_spend_controls({{"max_amount_per_payment": "${most}"}})',
@@ -151,20 +153,19 @@ def _client_lines(settings, asset):
 # -- Rendering ----------------------------------------------------------------------------------------------
 
 
-def build(facts):
+def build(facts, frame):
     """Render every page; returns {path: Page}. Fails at start, not in an answer, when a source names no figure."""
     sources = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE / "docs"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
-    frame = _frame()
     pages = {}
     for path, (source, types) in SOURCES.items():
         if path == "/docs/sandbox" and not facts["sandbox"]:
             continue
         text = sources.get_template(source).render(facts)
-        pages[path] = _page(path, text, types, frame, facts)
+        pages[path] = _page(path, text, types, frame)
     for path, text in _error_sources(sources.get_template("errors.md").render(facts)):
-        pages[path] = _page(path, text, (HTML, MARKDOWN), frame, facts)
+        pages[path] = _page(path, text, (HTML, MARKDOWN), frame)
     pages["/favicon.ico"] = dataclasses.replace(pages["/favicon.svg"], path="/favicon.ico")
     return pages
 
@@ -192,26 +193,28 @@ def _codes():
     return schema["x-statuses"], dict(re.findall(r"^- `(\w+)` \d+: (.*)$", schema["description"], re.MULTILINE))
 
 
-def _page(path, text, types, frame, facts):
+def _page(path, text, types, frame):
     if types[0] in (TEXT, SVG):
         return Page(path, path, {types[0]: text.encode()}, _sections(text) if path == "/llms.txt" else ())
     title = re.match(r"# (.*)", text)[1]
     bodies = {MARKDOWN: text.encode()}
     if HTML in types:
-        bodies[HTML] = frame(title=title, content=_html(text), source=path, **facts).encode()
+        bodies[HTML] = frame(title, text, path)
     return Page(path, title, {kind: bodies[kind] for kind in types}, _sections(text))
 
 
-def _frame():
+def frame(facts):
+    """Return a function that puts Markdown into the page that all pages share."""
     style = (HERE / "templates" / "style.css").read_text()
-    pages = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE / "templates"), autoescape=True)
-    template = pages.get_template("page.html")
-    safe = jinja2.utils.markupsafe.Markup
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE / "templates"), autoescape=True)
+    template = environment.get_template("page.html")
 
-    def frame(*, content, **values):
-        return template.render(content=safe(content), style=safe(style), **values)
+    def compose(title, text, source):
+        content = markupsafe.Markup(_html(text))
+        page = template.render(facts, title=title, content=content, source=source, style=markupsafe.Markup(style))
+        return page.encode()
 
-    return frame
+    return compose
 
 
 def style_hash():
@@ -253,9 +256,13 @@ def _sections(text):
 class Library:
     """All pages, ready to serve under any base address; composed once per address, form and worker."""
 
-    def __init__(self, pages):
-        self.pages = pages
+    def __init__(self, pages, frame):
+        self.pages, self._frame = pages, frame
         self._ready = {}
+
+    def compose(self, title, text, base_url):
+        """Return a page made for one request out of Markdown."""
+        return stamped(self._frame(title, text, "").replace(BASE.encode(), base_url.encode()), HTML)
 
     def document(self, path, media_type, base_url):
         """Return the Document of a page in one of its forms. Refuses with not_found."""

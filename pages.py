@@ -1,0 +1,198 @@
+"""The free surface over HTTP: documents, discovery, questions, feedback and MCP. Bound by app.create_app."""
+
+import functools
+import json
+
+import coincurve
+from flask import Response, request
+
+import ask
+import chain
+import deprecations
+import discovery
+import documents
+import feedback
+import limits
+import operations
+import spec
+import tools
+from answers import base_url, body_bytes, client, conditional, connection, json_body, respond
+from deals import Refusal
+
+# What may run in a page of ours: nothing; its one style sheet stands in it.
+PAGE_POLICY = "default-src 'none'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; style-src "
+DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
+DAY = "public, max-age=86400"
+
+
+class Surface:
+    """What the free surface is made of, built once at start."""
+
+    def __init__(self, world):
+        settings = world.settings
+        deprecations.check()
+        self.world = world
+        self.tools = tools.catalogue(settings)
+        signer = chain.address_of(coincurve.PublicKey.from_secret(world.receipt_key).format())
+        facts = documents.figures(
+            settings, master_key=world.terminal.master_key, treasury=world.treasury, receipt_signer=signer,
+            tools=[{"name": tool["name"], "summary": tool["title"]} for tool in self.tools],
+            mcp_versions=tools.VERSIONS,
+        )  # fmt: skip
+        frame = documents.frame(facts)
+        pages = documents.build(facts, frame)
+        self.library = documents.Library(pages, frame)
+        self.passages = ask.index(pages)
+        self.page_policy = PAGE_POLICY + documents.style_hash()
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (as long-lived as the process)
+    def openapi(self, base):
+        """Return the served OpenAPI document under one address."""
+        body = json.dumps(spec.served(base, self.world.settings), separators=(",", ":")).encode()
+        return documents.stamped(body, "application/json")
+
+    def caller(self):
+        """Return what an MCP tool works with during this request."""
+        world = self.world
+        return tools.Caller(connection(world), world, base_url(world), client(), self.library, self.passages, self.tools)
+
+    def page(self, path):
+        """Answer with a document in the form that the client likes best."""
+        page = self.library.pages.get(path)
+        if page is None:
+            raise Refusal("not_found", "There is no such page; /docs has the list.")
+        kinds = {kind.partition(";")[0]: kind for kind in page.bodies}
+        best = request.accept_mimetypes.best_match(list(kinds), default=next(iter(kinds)))
+        found = self.library.document(path, kinds[best], base_url(self.world))
+        cache = DAY if best == "image/svg+xml" else "no-cache"
+        response = conditional(found.body, found.etag, found.media_type, cache)
+        if len(kinds) > 1:
+            response.headers["Vary"] = "Accept"
+        if best == "text/html":
+            response.headers["Content-Security-Policy"] = self.page_policy
+        return response
+
+
+def limited(world, answer):
+    """Answer one request to a free document, if this client has a slot left in its window."""
+    admitted, left, reset = limits.visit(world.counters(), limits.client_key(client()), now=world.clock())
+    headers = limits.free_headers(left, reset)
+    if not admitted:
+        raise Refusal(
+            "rate_limited", f"More than {limits.FREE_MOST} requests in {limits.FREE_SECONDS} s; a slot opens in {reset} s.",
+            headers={**headers, "Retry-After": str(reset)},
+        )  # fmt: skip
+    response = answer()
+    response.headers.update(headers)
+    return response
+
+
+def register(app, world):
+    """Bind the routes of the free surface and the headers that every answer carries."""
+    surface = Surface(world)
+    _add_documents(app, world, surface)
+    _add_discovery(app, world, surface)
+
+    @app.post("/feedback")
+    def send_feedback():
+        return respond(feedback.send(connection(world), world, json_body(), client=client()), 201)
+
+    @app.post("/mcp")
+    def mcp():
+        if request.mimetype != "application/json":
+            raise Refusal("unsupported_media_type", "Send the message as application/json.")
+        headers = {name.lower(): value for name, value in request.headers.items() if name.lower().startswith("mcp-")}
+        status, body = tools.answer(surface.caller(), body_bytes(), headers)
+        return Response(status=status) if body is None else respond(body, status, {"Cache-Control": "no-store"})
+
+    @app.after_request
+    def headers_of_every_answer(response):
+        headers = response.headers
+        headers["X-Content-Type-Options"] = "nosniff"
+        headers["Referrer-Policy"] = "no-referrer"
+        headers.setdefault("Content-Security-Policy", DATA_POLICY)
+        if world.settings.base_url.startswith("https:"):
+            headers["Strict-Transport-Security"] = "max-age=31536000"
+        if deprecations.DEPRECATIONS and request.url_rule:
+            path = request.url_rule.rule.replace("<", "{").replace(">", "}")
+            headers.extend(deprecations.headers(request.method, path, base_url(world)))
+        return response
+
+
+def _add_documents(app, world, surface):
+    for path in ("/llms.txt", "/agents.md", "/pricing.md", "/docs"):
+        app.add_url_rule(path, path, lambda path=path: limited(world, lambda: surface.page(path)))
+    for path in ("/", "/deprecation-policy", "/robots.txt", "/favicon.svg", "/favicon.ico"):
+        app.add_url_rule(path, path, lambda path=path: surface.page(path))
+
+    @app.get("/docs/<name>")
+    def docs(name):
+        return limited(world, lambda: surface.page(f"/docs/{name}"))
+
+    @app.get("/docs/errors/<code>")
+    def error_page(code):
+        return limited(world, lambda: surface.page(f"/docs/errors/{code}"))
+
+    @app.get("/openapi.json")
+    def openapi():
+        def answer():
+            found = surface.openapi(base_url(world))
+            return conditional(found.body, found.etag)
+
+        return limited(world, answer)
+
+    @app.get("/ask")
+    def questions():
+        def answer():
+            found = ask.ask(surface.passages, request.args.get("q", ""), base_url(world))
+            wanted = request.accept_mimetypes.best_match(["application/json", "text/markdown", "text/html"])
+            if wanted == "text/markdown":
+                return conditional(*_stamped(ask.as_markdown(found).encode()), documents.MARKDOWN)
+            if wanted == "text/html":
+                page = surface.library.compose("Answers", ask.as_markdown(found), base_url(world))
+                response = conditional(page.body, page.etag, page.media_type)
+                response.headers["Content-Security-Policy"] = surface.page_policy
+                return response
+            return conditional(*_stamped(json.dumps(found, separators=(",", ":")).encode()))
+
+        return limited(world, answer)
+
+    @app.get("/health")
+    def health():
+        def answer():
+            fit, facts = operations.health(connection(world), world)
+            return respond(facts, 200 if fit else 503, {"Cache-Control": "no-store"})
+
+        return limited(world, answer)
+
+
+def _stamped(body):
+    found = documents.stamped(body, "")
+    return found.body, found.etag
+
+
+def _add_discovery(app, world, surface):
+    settings = world.settings
+
+    @app.get("/endpoints")
+    def endpoints():
+        items = discovery.entries(base_url(world))
+        return respond(discovery.page(items, request.args.get("limit"), request.args.get("cursor")))
+
+    @app.get("/v1")
+    def index():
+        return respond(discovery.index(base_url(world), settings.mode))
+
+    @app.get("/.well-known/x402")
+    def well_known_x402():
+        return respond(discovery.x402(base_url(world)))
+
+    @app.get("/.well-known/api-catalog")
+    def api_catalog():
+        response = respond(discovery.api_catalog(base_url(world)))
+        response.headers["Content-Type"] = 'application/linkset+json; profile="https://www.rfc-editor.org/info/rfc9727"'
+        return response
+
+    @app.get("/.well-known/mcp/server-card.json")
+    def mcp_card():
+        return respond(discovery.mcp_card(base_url(world), settings, surface.tools, tools.VERSIONS))
