@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import re
 
 NOTICE_DAYS = 90
 
@@ -33,9 +34,9 @@ def check(table=None):
 
 
 def headers(method, path, base_url, table=None):
-    """Return the headers that announce an operation's end (RFC 9745, RFC 8594); empty for all others."""
+    """Return the headers that announce the end of the operation at a request's path (RFC 9745, RFC 8594)."""
     for entry in DEPRECATIONS if table is None else table:
-        if (entry.method, entry.path) == (method, path):
+        if entry.method == method and re.fullmatch(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(entry.path)), path):
             since = datetime.datetime.combine(entry.since, datetime.time(), datetime.UTC)
             return {
                 "Deprecation": f"@{int(since.timestamp())}",
@@ -43,6 +44,13 @@ def headers(method, path, base_url, table=None):
                 "Link": f'<{base_url}/deprecation-policy>; rel="deprecation"; type="text/html"',
             }
     return {}
+
+
+def mark(document, table=None):
+    """Mark the operations of a served OpenAPI document that are on their way out."""
+    for entry in DEPRECATIONS if table is None else table:
+        document["paths"][entry.path][entry.method.lower()]["deprecated"] = True
+    return document
 
 
 def rows(table=None):

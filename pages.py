@@ -48,8 +48,8 @@ class Surface:
     @functools.lru_cache(maxsize=64)  # noqa: B019 (as long-lived as the process)
     def openapi(self, base):
         """Return the served OpenAPI document under one address."""
-        body = json.dumps(spec.served(base, self.world.settings), separators=(",", ":")).encode()
-        return documents.stamped(body, "application/json")
+        document = deprecations.mark(spec.served(base, self.world.settings))
+        return documents.stamped(json.dumps(document, separators=(",", ":")).encode(), "application/json")
 
     def caller(self):
         """Return what an MCP tool works with during this request."""
@@ -114,8 +114,7 @@ def register(app, world):
         if world.settings.base_url.startswith("https:"):
             headers["Strict-Transport-Security"] = "max-age=31536000"
         if deprecations.DEPRECATIONS and request.url_rule:
-            path = request.url_rule.rule.replace("<", "{").replace(">", "}")
-            headers.extend(deprecations.headers(request.method, path, base_url(world)))
+            headers.extend(deprecations.headers(request.method, request.path, base_url(world)))
         return response
 
 
