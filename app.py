@@ -132,7 +132,6 @@ def _add_deals(app, world):
         return respond(body, headers={"ETag": etag, "Cache-Control": "no-store"})
 
 
-
 def _paid_call(world):
     """Take from the request what the paid endpoint needs, and nothing of Flask."""
     body = body_bytes() if request.method == "POST" else b""

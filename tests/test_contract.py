@@ -111,7 +111,7 @@ def test_a_live_service_does_not_publish_the_sandbox(settings):
     [
         ("20.00\n", "amount_usd"),
         ("0x" + "ab" * 20 + "\n", "seller_address"),
-        (24.0, "deadline_hours"),
+        (24.5, "deadline_hours"),
         (True, "review_hours"),
     ],
 )
