@@ -51,10 +51,9 @@ class Surface:
         document = deprecations.mark(spec.served(base, self.world.settings))
         return documents.stamped(json.dumps(document, separators=(",", ":")).encode(), "application/json")
 
-    def caller(self):
-        """Return what an MCP tool works with during this request."""
-        world = self.world
-        return tools.Caller(connection(world), world, base_url(world), client(), self.library, self.passages, self.tools)
+    def caller(self, db, base, who):
+        """Return what MCP tools work with, for one client that calls the service by the address ``base``."""
+        return tools.Caller(db, self.world, base, who, self.library, self.passages, self.tools)
 
     def page(self, path):
         """Answer with a document in the form that the client likes best."""
@@ -102,7 +101,8 @@ def register(app, world):
         if request.mimetype != "application/json":
             raise Refusal("unsupported_media_type", "Send the message as application/json.")
         headers = {name.lower(): value for name, value in request.headers.items() if name.lower().startswith("mcp-")}
-        status, body = tools.answer(surface.caller(), body_bytes(), headers)
+        caller = surface.caller(connection(world), base_url(world), client())
+        status, body = tools.answer(caller, body_bytes(), headers)
         return Response(status=status) if body is None else respond(body, status, {"Cache-Control": "no-store"})
 
     @app.after_request

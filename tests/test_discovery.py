@@ -1,9 +1,13 @@
 """How the service is found: the endpoint list, the index, the bazaar entry, the well-known documents, feedback."""
 
+import json
+
 import pytest
+from click.testing import CliRunner
 from x402.extensions.bazaar import validate_discovery_extension, validate_discovery_extension_spec
 from x402.extensions.bazaar.types import parse_discovery_extension
 
+import cli
 import discovery
 from deals import Refusal
 
@@ -120,3 +124,28 @@ def test_ten_notes_an_hour_are_enough_for_one_client(client, clock):
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "3600")
     clock.now += 3600
     assert client.post("/feedback", json={"message": "Again."}).status_code == 201
+
+
+@pytest.fixture
+def run(settings, monkeypatch):
+    """Run a command of the operator's and return its output."""
+    monkeypatch.setenv("DEALS_DATABASE", settings.database)
+    monkeypatch.setenv("DEALS_WALLET", settings.wallets[0])
+
+    def invoke(*arguments, code=0):
+        result = CliRunner().invoke(cli.main, arguments)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return invoke
+
+
+def test_the_operator_reads_notes_and_marks_them_done(client, run):
+    first = client.post("/feedback", json={"message": "A line\nand \x1b[31mred"}).json["id"]
+    second = client.post("/feedback", json={"message": "Another."}).json["id"]
+    listed = run("feedback", "list")
+    assert "A line and  [31mred" in listed and "Another." in listed and "\x1b" not in listed
+    run("feedback", "done", first)
+    assert [note["id"] for note in json.loads(run("feedback", "list", "--json"))] == [second]
+    assert len(json.loads(run("feedback", "list", "--all", "--json"))) == 2
+    assert "not_found" in run("feedback", "done", "nothing", code=2)

@@ -2,8 +2,11 @@
 
 import base64
 import json
+import os
 import socket
+import sys
 import threading
+import time
 import types
 
 import anyio
@@ -12,15 +15,13 @@ import mcp.shared.exceptions
 import pytest
 import werkzeug.serving
 from eth_account import Account
-from mcp.client.streamable_http import streamable_http_client
 from x402 import x402Client
 from x402.mcp import x402MCPClient
 from x402.mechanisms.evm.exact import ExactEvmScheme
 
-import app as application
+import cli
 import sandbox
 import spec
-import tools
 
 NOW, BEFORE = "2026-07-28", "2025-11-25"
 META = {
@@ -283,8 +284,9 @@ def test_a_payment_that_cannot_be_read_is_refused(call, buyer, seller, meta):
 
 
 @pytest.fixture
-def served(app):
-    """The app on a real port; yields its address."""
+def served(app, clock):
+    """The app on a real port, its clock set to what the clients' is; yields its address."""
+    clock.now = time.time()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -371,11 +373,6 @@ def test_pympp_s_own_mcp_client_pays_for_a_deal(served, world, wallet, seller, m
 
 
 def test_the_stdio_server_speaks_to_the_official_client(settings):
-    import os
-    import sys
-
-    import cli
-
     environ = {**os.environ, "DEALS_DATABASE": settings.database, "DEALS_WALLET": settings.wallets[0]}
 
     async def story():
