@@ -165,7 +165,7 @@ def _add_sandbox(app, world):
 
     @app.post("/sandbox/<any(verify, settle):verb>")
     def facilitate(verb):
-        return respond(facilitator.answer(verb, json_body()))
+        return respond(facilitator.answer(verb, spec.check("FacilitatorRequest", json_body())))
 
     @app.post("/sandbox/faucet")
     def faucet():
