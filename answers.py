@@ -42,7 +42,7 @@ def respond(value, status=200, headers=None):
 def conditional(body, etag, content_type="application/json", cache="no-cache"):
     """Return a response with a strong ETag, or 304 when the client already has it."""
     headers = {"ETag": etag, "Cache-Control": cache}
-    if request.if_none_match.contains_weak(etag.strip('"')):
+    if "HTTP_IF_NONE_MATCH" in request.environ and request.if_none_match.contains_weak(etag.strip('"')):
         return Response(status=304, headers=headers)
     return Response(body, 200, headers, content_type=content_type)
 
@@ -70,3 +70,18 @@ def json_body():
         return chain.read_json(data)
     except ValueError as error:
         raise Refusal("invalid_request", f"The body cannot be read: {error}.") from None
+
+
+class Constant:
+    """Put the same headers on every answer, where that costs least: a header that is there already stays."""
+
+    def __init__(self, application, headers):
+        self.application, self.headers = application, headers
+        self.rest = {name: [pair for pair in headers if pair[0] != name] for name, _ in headers}
+
+    def __call__(self, environ, start_response):
+        def start(status, headers, *more):
+            own = [name for name, _ in headers if name in self.rest]
+            return start_response(status, headers + (self.rest[own[0]] if own else self.headers), *more)
+
+        return self.application(environ, start)

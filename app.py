@@ -21,13 +21,6 @@ import world as worlds
 from answers import BODY_CAP, base_url, body_bytes, client, conditional, connection, json_body, respond, too_large
 from deals import Refusal
 
-EXPOSED = ", ".join(
-    (
-        "PAYMENT-REQUIRED", "PAYMENT-RESPONSE", "WWW-Authenticate", "Payment-Receipt", "X-Svc-Invalid-Request",
-        "X-Svc-Results-Requested", "X-Svc-Results-Delivered", "X-Svc-Refund", "ETag", "Location", "Retry-After", "Link",
-        "RateLimit-Limit", "RateLimit-Policy", "RateLimit-Remaining", "RateLimit-Reset", "Deprecation", "Sunset",
-    )
-)  # fmt: skip
 ALLOWED = (
     "Content-Type, Authorization, PAYMENT-SIGNATURE, Idempotency-Key, If-None-Match, MCP-Protocol-Version, Mcp-Method, Mcp-Name"
 )
@@ -54,14 +47,12 @@ def create_app(settings=None, world=None):
     pages.register(app, world)
     if settings.sandbox:
         _add_sandbox(app, world)
-    app.after_request(_cors)
+    app.after_request(_preflight)
     return app
 
 
-def _cors(response):
-    """Let pages of any origin read and pay; there are no cookies that this could expose."""
-    response.headers["Access-Control-Allow-Origin"] = "*"
-    response.headers["Access-Control-Expose-Headers"] = EXPOSED
+def _preflight(response):
+    """Say what a page of another origin may send."""
     if request.method == "OPTIONS":
         response.headers["Access-Control-Allow-Headers"] = ALLOWED
         response.headers["Access-Control-Allow-Methods"] = response.headers.get("Allow", "GET, POST, OPTIONS")

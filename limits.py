@@ -3,9 +3,8 @@
 They live in a file of their own beside the database, without durability: none of them is money.
 """
 
-import array
-import bisect
 import contextlib
+import functools
 import ipaddress
 import math
 import os
@@ -26,10 +25,13 @@ CREATE TABLE IF NOT EXISTS slots (
 ) STRICT;
 CREATE TABLE IF NOT EXISTS wrong_proofs (deal_id TEXT NOT NULL, client TEXT NOT NULL, at REAL NOT NULL) STRICT;
 CREATE INDEX IF NOT EXISTS wrong_proofs_by ON wrong_proofs (deal_id, client, at);
-CREATE TABLE IF NOT EXISTS visits (
-  client TEXT PRIMARY KEY, times BLOB NOT NULL, until REAL NOT NULL
-) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS visits (client TEXT NOT NULL, at REAL NOT NULL, until REAL NOT NULL) STRICT;
+CREATE INDEX IF NOT EXISTS visits_by ON visits (client, until);
 CREATE INDEX IF NOT EXISTS visits_until ON visits (until);
+-- Every visit clears two that are over, so the log never outgrows its window and no visit pays for many.
+CREATE TRIGGER IF NOT EXISTS visits_over AFTER INSERT ON visits BEGIN
+  DELETE FROM visits WHERE rowid IN (SELECT rowid FROM visits WHERE until <= new.at ORDER BY until LIMIT 2);
+END;
 CREATE TABLE IF NOT EXISTS circuits (
   url TEXT PRIMARY KEY, failures INTEGER NOT NULL, since REAL NOT NULL, open_until REAL NOT NULL, reason TEXT
 ) STRICT;
@@ -121,6 +123,7 @@ def wrong_proof(counters, deal_id, client, *, now):
 # -- The sliding log of the free documents and of feedback -----------------------------------------------------
 
 
+@functools.lru_cache(maxsize=4096)
 def client_key(address):
     """Return what counts as one client: an IPv4 address, or the /64 that one IPv6 subscriber holds."""
     try:
@@ -136,30 +139,26 @@ def visit(counters, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
     """Count one request of a client, if it has fewer than ``most`` in the last ``seconds``.
 
     Returns (admitted, requests left, seconds until the oldest one expires and a slot opens). Exact across
-    workers: the log of a client is one row, read and written under the write lock. A refused request is
-    not counted.
+    workers, because it is one statement: SQLite lets in one writer at a time, and no Python runs while it
+    holds the lock. A refused request is not counted; a visit far ahead of the clock, which then has been set
+    back, is not either.
     """
-    with database.transaction(counters):
-        row = counters.execute("SELECT times FROM visits WHERE client = :client", {"client": client}).fetchone()
-        times = array.array("d", row["times"]) if row else array.array("d")
-        if times and times[-1] > now:
-            # Another worker read its clock a moment later but was here first; a clock set back forgets the log.
-            now, times = (times[-1], times) if times[-1] - now < seconds else (now, array.array("d"))
-        times = times[bisect.bisect_right(times, now - seconds) :]
-        admitted = len(times) < most
-        if admitted:
-            times.append(now)
-            counters.execute(
-                "INSERT INTO visits (client, times, until) VALUES (:client, :times, :until)"
-                " ON CONFLICT (client) DO UPDATE SET times = :times, until = :until",
-                {"client": client, "times": times.tobytes(), "until": now + seconds},
-            )
-            if row is None:  # every new client clears two that are gone, so the table never outgrows the window
-                counters.execute(
-                    "DELETE FROM visits WHERE client IN (SELECT client FROM visits WHERE until <= :now LIMIT 2)",
-                    {"now": now},
-                )
-    return admitted, most - len(times), max(1, math.ceil(times[0] + seconds - now))
+    values = {
+        "client": client, "now": now, "until": now + seconds, "ahead": now + 2 * seconds, "most": most,
+    }  # fmt: skip
+    row = counters.execute(
+        "INSERT INTO visits (client, at, until) SELECT :client, :now, :until WHERE"
+        " (SELECT count(*) FROM visits WHERE client = :client AND until > :now AND until <= :ahead) < :most"
+        " RETURNING (SELECT count(*) FROM visits WHERE client = :client AND until > :now AND until <= :ahead) AS count,"
+        " (SELECT min(until) FROM visits WHERE client = :client AND until > :now) AS opens",
+        values,
+    ).fetchone()
+    if row:
+        return True, most - row["count"], max(1, math.ceil(row["opens"] - now))
+    opens = counters.execute(
+        "SELECT min(until) AS opens FROM visits WHERE client = :client AND until > :now", {"client": client, "now": now}
+    ).fetchone()["opens"]
+    return False, 0, max(1, math.ceil((opens or now) - now))
 
 
 def free_headers(left, reset):

@@ -5,6 +5,8 @@ import json
 
 import coincurve
 from flask import Response, request
+from werkzeug.datastructures import MIMEAccept
+from werkzeug.http import parse_accept_header
 
 import ask
 import chain
@@ -16,12 +18,19 @@ import limits
 import operations
 import spec
 import tools
-from answers import base_url, body_bytes, client, conditional, connection, json_body, respond
+from answers import Constant, base_url, body_bytes, client, conditional, connection, json_body, respond
 from deals import Refusal
 
 # What may run in a page of ours: nothing; its one style sheet stands in it.
 PAGE_POLICY = "default-src 'none'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; style-src "
 DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
+EXPOSED = ", ".join(
+    (
+        "PAYMENT-REQUIRED", "PAYMENT-RESPONSE", "WWW-Authenticate", "Payment-Receipt", "X-Svc-Invalid-Request",
+        "X-Svc-Results-Requested", "X-Svc-Results-Delivered", "X-Svc-Refund", "ETag", "Location", "Retry-After", "Link",
+        "RateLimit-Limit", "RateLimit-Policy", "RateLimit-Remaining", "RateLimit-Reset", "Deprecation", "Sunset",
+    )
+)  # fmt: skip
 DAY = "public, max-age=86400"
 
 
@@ -60,16 +69,22 @@ class Surface:
         page = self.library.pages.get(path)
         if page is None:
             raise Refusal("not_found", "There is no such page; /docs has the list.")
-        kinds = {kind.partition(";")[0]: kind for kind in page.bodies}
-        best = request.accept_mimetypes.best_match(list(kinds), default=next(iter(kinds)))
-        found = self.library.document(path, kinds[best], base_url(self.world))
-        cache = DAY if best == "image/svg+xml" else "no-cache"
-        response = conditional(found.body, found.etag, found.media_type, cache)
-        if len(kinds) > 1:
+        kind = preferred(request.environ.get("HTTP_ACCEPT", ""), tuple(page.bodies))
+        found = self.library.document(path, kind, base_url(self.world))
+        response = conditional(found.body, found.etag, found.media_type, DAY if kind == documents.SVG else "no-cache")
+        if len(page.bodies) > 1:
             response.headers["Vary"] = "Accept"
-        if best == "text/html":
+        if kind == documents.HTML:
             response.headers["Content-Security-Policy"] = self.page_policy
         return response
+
+
+@functools.lru_cache(maxsize=1024)
+def preferred(accept, kinds):
+    """Return which of the media types offered an Accept header likes best; the first one when it has no wish."""
+    names = [kind.partition(";")[0] for kind in kinds]
+    best = parse_accept_header(accept, MIMEAccept).best_match(names, default=names[0])
+    return kinds[names.index(best)]
 
 
 def limited(world, answer):
@@ -82,7 +97,7 @@ def limited(world, answer):
             headers={**headers, "Retry-After": str(reset)},
         )  # fmt: skip
     response = answer()
-    response.headers.update(headers)
+    response.headers.extend(headers)
     return response
 
 
@@ -105,17 +120,24 @@ def register(app, world):
         status, body = tools.answer(caller, body_bytes(), headers)
         return Response(status=status) if body is None else respond(body, status, {"Cache-Control": "no-store"})
 
-    @app.after_request
-    def headers_of_every_answer(response):
-        headers = response.headers
-        headers["X-Content-Type-Options"] = "nosniff"
-        headers["Referrer-Policy"] = "no-referrer"
-        headers.setdefault("Content-Security-Policy", DATA_POLICY)
-        if world.settings.base_url.startswith("https:"):
-            headers["Strict-Transport-Security"] = "max-age=31536000"
-        if deprecations.DEPRECATIONS and request.url_rule:
-            headers.extend(deprecations.headers(request.method, request.path, base_url(world)))
-        return response
+    if deprecations.DEPRECATIONS:
+
+        @app.after_request
+        def announce(response):
+            response.headers.extend(deprecations.headers(request.method, request.path, base_url(world)))
+            return response
+
+    headers = [
+        ("X-Content-Type-Options", "nosniff"),
+        ("Referrer-Policy", "no-referrer"),
+        ("Content-Security-Policy", DATA_POLICY),
+        # Pages of any origin may read and pay: there are no cookies that this could expose.
+        ("Access-Control-Allow-Origin", "*"),
+        ("Access-Control-Expose-Headers", EXPOSED),
+    ]
+    if world.settings.base_url.startswith("https:"):
+        headers.append(("Strict-Transport-Security", "max-age=31536000"))
+    app.wsgi_app = Constant(app.wsgi_app, headers)
 
 
 def _add_documents(app, world, surface):
@@ -144,7 +166,7 @@ def _add_documents(app, world, surface):
     def questions():
         def answer():
             found = ask.ask(surface.passages, request.args.get("q", ""), base_url(world))
-            wanted = request.accept_mimetypes.best_match(["application/json", "text/markdown", "text/html"])
+            wanted = preferred(request.environ.get("HTTP_ACCEPT", ""), ("application/json", "text/markdown", "text/html"))
             if wanted == "text/markdown":
                 return conditional(*_stamped(ask.as_markdown(found).encode()), documents.MARKDOWN)
             if wanted == "text/html":
