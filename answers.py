@@ -1,5 +1,6 @@
 """Between Flask and the rest: where a request came in, what it brought, and the shapes that answers take."""
 
+import functools
 import json
 import re
 
@@ -22,10 +23,19 @@ def base_url(world):
     """Return the service's public address: configured, or in the sandbox the one the client called."""
     if world.settings.base_url:
         return world.settings.base_url
-    called = request.host_url.rstrip("/")
-    if not re.fullmatch(r"https?://([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?", called):
+    environ = request.environ
+    called = _called(environ["wsgi.url_scheme"], environ.get("HTTP_HOST") or environ["SERVER_NAME"])
+    if called is None:
         raise Refusal("invalid_request", "The Host header is not a host name.")
     return called
+
+
+@functools.lru_cache(maxsize=256)
+def _called(scheme, host):
+    if not re.fullmatch(r"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?", host):
+        return None
+    default = {"http": ":80", "https": ":443"}[scheme]
+    return f"{scheme}://{host.removesuffix(default)}"
 
 
 def client():
@@ -72,16 +82,20 @@ def json_body():
         raise Refusal("invalid_request", f"The body cannot be read: {error}.") from None
 
 
-class Constant:
-    """Put the same headers on every answer, where that costs least: a header that is there already stays."""
+def add_headers(environ, *pairs):
+    """Add headers to the answer of the request with this environment, past Flask, where that costs least."""
+    environ.setdefault("deals.headers", []).extend(pairs)
 
-    def __init__(self, application, headers):
-        self.application, self.headers = application, headers
-        self.rest = {name: [pair for pair in headers if pair[0] != name] for name, _ in headers}
+
+class Headers:
+    """Finish every answer: what :func:`add_headers` was told, what is always there, and the content policy."""
+
+    def __init__(self, application, always, policy):
+        self.application, self.always, self.policy = application, always, policy
 
     def __call__(self, environ, start_response):
         def start(status, headers, *more):
-            own = [name for name, _ in headers if name in self.rest]
-            return start_response(status, headers + (self.rest[own[0]] if own else self.headers), *more)
+            policy = ("Content-Security-Policy", environ.get("deals.policy", self.policy))
+            return start_response(status, [*headers, *environ.get("deals.headers", ()), *self.always, policy], *more)
 
         return self.application(environ, start)

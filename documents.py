@@ -5,6 +5,7 @@ Pure functions of the sources and the figures: nothing here knows HTTP, the cloc
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import pathlib
 import re
@@ -53,6 +54,11 @@ class Page:
     title: str
     bodies: dict  # media type -> bytes, the preferred one first; BASE stands for the service's address
     sections: tuple = ()  # (heading, anchor, plain text), for the index that /ask searches
+
+    @functools.cached_property
+    def kinds(self):
+        """The media types, the preferred one first."""
+        return tuple(self.bodies)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ THANKS = "Thank you: the operators will read it."
 def send(db, world, body, *, client):
     """Keep one note; returns the receipt. Refuses with invalid_request or, after ten in an hour, rate_limited."""
     spec.check("FeedbackRequest", body)
+    key = f"feedback {limits.client_key(client)}"
     admitted, _, wait = limits.visit(
-        world.counters(), f"feedback {limits.client_key(client)}", now=world.clock(), most=limits.NOTES_MOST,
+        limits.log(world.settings.database, key), key, now=world.clock(), most=limits.NOTES_MOST,
         seconds=limits.NOTES_SECONDS,
     )  # fmt: skip
     if not admitted:

@@ -9,6 +9,7 @@ import ipaddress
 import math
 import os
 import sqlite3
+import zlib
 
 import db as database
 from deals import Refusal
@@ -17,6 +18,7 @@ SLOT_SECONDS = 90  # a slot whose worker died without a trace is free again afte
 PROOFS, PROOF_SECONDS = 10, 60
 FREE_MOST, FREE_SECONDS = 120, 60
 NOTES_MOST, NOTES_SECONDS = 10, 3600
+PARTS = 8  # files that the sliding log is spread over
 FAILURES, FAILURE_SECONDS, REST_SECONDS = 5, 60, 30  # so many failures in such a time rest a facilitator that long
 
 TABLES = """
@@ -25,6 +27,13 @@ CREATE TABLE IF NOT EXISTS slots (
 ) STRICT;
 CREATE TABLE IF NOT EXISTS wrong_proofs (deal_id TEXT NOT NULL, client TEXT NOT NULL, at REAL NOT NULL) STRICT;
 CREATE INDEX IF NOT EXISTS wrong_proofs_by ON wrong_proofs (deal_id, client, at);
+CREATE TABLE IF NOT EXISTS circuits (
+  url TEXT PRIMARY KEY, failures INTEGER NOT NULL, since REAL NOT NULL, open_until REAL NOT NULL, reason TEXT
+) STRICT;
+"""
+
+
+VISITS = """
 CREATE TABLE IF NOT EXISTS visits (client TEXT NOT NULL, at REAL NOT NULL, until REAL NOT NULL) STRICT;
 CREATE INDEX IF NOT EXISTS visits_by ON visits (client, until);
 CREATE INDEX IF NOT EXISTS visits_until ON visits (until);
@@ -32,24 +41,36 @@ CREATE INDEX IF NOT EXISTS visits_until ON visits (until);
 CREATE TRIGGER IF NOT EXISTS visits_over AFTER INSERT ON visits BEGIN
   DELETE FROM visits WHERE rowid IN (SELECT rowid FROM visits WHERE until <= new.at ORDER BY until LIMIT 2);
 END;
-CREATE TABLE IF NOT EXISTS circuits (
-  url TEXT PRIMARY KEY, failures INTEGER NOT NULL, since REAL NOT NULL, open_until REAL NOT NULL, reason TEXT
-) STRICT;
 """
 
 
 def connect(database_path):
     """Open the counters that belong to the database at ``database_path``, making the file if need be."""
-    path = f"{database_path}.counters"
+    return _open(f"{database_path}.counters", TABLES)
+
+
+def log(database_path, client):
+    """Return this thread's connection to the part of the sliding log that has this client.
+
+    Parts, because a lock on one file for every document would make all workers wait for each other.
+    """
+    return database.here(f"{database_path}.visits-{zlib.crc32(client.encode()) % PARTS}", _open_part)
+
+
+def _open_part(path):
+    return _open(path, VISITS)
+
+
+def _open(path, tables):
     try:
         counters = database.connect(path, durable=False)
-        counters.executescript(TABLES)
+        counters.executescript(tables)
     except sqlite3.DatabaseError:
         # It may be lost, and a crash may have torn it: start anew rather than refuse paying customers.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         counters = database.connect(path, durable=False)
-        counters.executescript(TABLES)
+        counters.executescript(tables)
     return counters
 
 
@@ -135,8 +156,8 @@ def client_key(address):
     return str(ip) if ip.version == 4 else f"{ipaddress.ip_network((ip, 64), strict=False).network_address}/64"
 
 
-def visit(counters, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
-    """Count one request of a client, if it has fewer than ``most`` in the last ``seconds``.
+def visit(part, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
+    """Count one request of a client in its :func:`log`, if it has fewer than ``most`` in the last ``seconds``.
 
     Returns (admitted, requests left, seconds until the oldest one expires and a slot opens). Exact across
     workers, because it is one statement: SQLite lets in one writer at a time, and no Python runs while it
@@ -146,7 +167,7 @@ def visit(counters, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
     values = {
         "client": client, "now": now, "until": now + seconds, "ahead": now + 2 * seconds, "most": most,
     }  # fmt: skip
-    row = counters.execute(
+    row = part.execute(
         "INSERT INTO visits (client, at, until) SELECT :client, :now, :until WHERE"
         " (SELECT count(*) FROM visits WHERE client = :client AND until > :now AND until <= :ahead) < :most"
         " RETURNING (SELECT count(*) FROM visits WHERE client = :client AND until > :now AND until <= :ahead) AS count,"
@@ -155,7 +176,7 @@ def visit(counters, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
     ).fetchone()
     if row:
         return True, most - row["count"], max(1, math.ceil(row["opens"] - now))
-    opens = counters.execute(
+    opens = part.execute(
         "SELECT min(until) AS opens FROM visits WHERE client = :client AND until > :now", {"client": client, "now": now}
     ).fetchone()["opens"]
     return False, 0, max(1, math.ceil((opens or now) - now))
@@ -163,12 +184,12 @@ def visit(counters, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
 
 def free_headers(left, reset):
     """Return the four headers of a free document's answer."""
-    return {
-        "RateLimit-Limit": str(FREE_MOST),
-        "RateLimit-Policy": f"{FREE_MOST};w={FREE_SECONDS}",
-        "RateLimit-Remaining": str(left),
-        "RateLimit-Reset": str(reset),
-    }
+    return (
+        ("RateLimit-Limit", str(FREE_MOST)),
+        ("RateLimit-Policy", f"{FREE_MOST};w={FREE_SECONDS}"),
+        ("RateLimit-Remaining", str(left)),
+        ("RateLimit-Reset", str(reset)),
+    )
 
 
 # -- The circuit breaker of the facilitators ------------------------------------------------------------------

@@ -18,7 +18,7 @@ import limits
 import operations
 import spec
 import tools
-from answers import Constant, base_url, body_bytes, client, conditional, connection, json_body, respond
+from answers import Headers, add_headers, base_url, body_bytes, client, connection, json_body, respond
 from deals import Refusal
 
 # What may run in a page of ours: nothing; its one style sheet stands in it.
@@ -69,14 +69,21 @@ class Surface:
         page = self.library.pages.get(path)
         if page is None:
             raise Refusal("not_found", "There is no such page; /docs has the list.")
-        kind = preferred(request.environ.get("HTTP_ACCEPT", ""), tuple(page.bodies))
+        environ = request.environ
+        kind = preferred(environ.get("HTTP_ACCEPT", ""), page.kinds)
         found = self.library.document(path, kind, base_url(self.world))
-        response = conditional(found.body, found.etag, found.media_type, DAY if kind == documents.SVG else "no-cache")
         if len(page.bodies) > 1:
-            response.headers["Vary"] = "Accept"
-        if kind == documents.HTML:
-            response.headers["Content-Security-Policy"] = self.page_policy
-        return response
+            add_headers(environ, ("Vary", "Accept"))
+        return self.send(environ, found, DAY if kind == documents.SVG else "no-cache")
+
+    def send(self, environ, found, cache="no-cache"):
+        """Answer with a Document, or with 304 when the client already has it."""
+        if found.media_type == documents.HTML:
+            environ["deals.policy"] = self.page_policy
+        add_headers(environ, ("ETag", found.etag), ("Cache-Control", cache))
+        if "HTTP_IF_NONE_MATCH" in environ and request.if_none_match.contains_weak(found.etag.strip('"')):
+            return Response(status=304)
+        return Response(found.body, content_type=found.media_type)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,15 +96,16 @@ def preferred(accept, kinds):
 
 def limited(world, answer):
     """Answer one request to a free document, if this client has a slot left in its window."""
-    admitted, left, reset = limits.visit(world.counters(), limits.client_key(client()), now=world.clock())
+    key = limits.client_key(client())
+    admitted, left, reset = limits.visit(limits.log(world.settings.database, key), key, now=world.clock())
     headers = limits.free_headers(left, reset)
     if not admitted:
         raise Refusal(
             "rate_limited", f"More than {limits.FREE_MOST} requests in {limits.FREE_SECONDS} s; a slot opens in {reset} s.",
-            headers={**headers, "Retry-After": str(reset)},
+            headers={**dict(headers), "Retry-After": str(reset)},
         )  # fmt: skip
     response = answer()
-    response.headers.extend(headers)
+    add_headers(request.environ, *headers)
     return response
 
 
@@ -130,14 +138,13 @@ def register(app, world):
     headers = [
         ("X-Content-Type-Options", "nosniff"),
         ("Referrer-Policy", "no-referrer"),
-        ("Content-Security-Policy", DATA_POLICY),
         # Pages of any origin may read and pay: there are no cookies that this could expose.
         ("Access-Control-Allow-Origin", "*"),
         ("Access-Control-Expose-Headers", EXPOSED),
     ]
     if world.settings.base_url.startswith("https:"):
         headers.append(("Strict-Transport-Security", "max-age=31536000"))
-    app.wsgi_app = Constant(app.wsgi_app, headers)
+    app.wsgi_app = Headers(app.wsgi_app, headers, DATA_POLICY)
 
 
 def _add_documents(app, world, surface):
@@ -157,8 +164,7 @@ def _add_documents(app, world, surface):
     @app.get("/openapi.json")
     def openapi():
         def answer():
-            found = surface.openapi(base_url(world))
-            return conditional(found.body, found.etag)
+            return surface.send(request.environ, surface.openapi(base_url(world)))
 
         return limited(world, answer)
 
@@ -168,13 +174,12 @@ def _add_documents(app, world, surface):
             found = ask.ask(surface.passages, request.args.get("q", ""), base_url(world))
             wanted = preferred(request.environ.get("HTTP_ACCEPT", ""), ("application/json", "text/markdown", "text/html"))
             if wanted == "text/markdown":
-                return conditional(*_stamped(ask.as_markdown(found).encode()), documents.MARKDOWN)
-            if wanted == "text/html":
+                page = documents.stamped(ask.as_markdown(found).encode(), documents.MARKDOWN)
+            elif wanted == "text/html":
                 page = surface.library.compose("Answers", ask.as_markdown(found), base_url(world))
-                response = conditional(page.body, page.etag, page.media_type)
-                response.headers["Content-Security-Policy"] = surface.page_policy
-                return response
-            return conditional(*_stamped(json.dumps(found, separators=(",", ":")).encode()))
+            else:
+                page = documents.stamped(json.dumps(found, separators=(",", ":")).encode(), "application/json")
+            return surface.send(request.environ, page)
 
         return limited(world, answer)
 
@@ -185,11 +190,6 @@ def _add_documents(app, world, surface):
             return respond(facts, 200 if fit else 503, {"Cache-Control": "no-store"})
 
         return limited(world, answer)
-
-
-def _stamped(body):
-    found = documents.stamped(body, "")
-    return found.body, found.etag
 
 
 def _add_discovery(app, world, surface):

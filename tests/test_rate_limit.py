@@ -7,6 +7,7 @@ import time
 import pytest
 
 import app as application
+import db as database
 import limits
 from conftest import NOON
 
@@ -130,42 +131,40 @@ def test_one_ipv6_subscriber_is_one_client(client):
 def test_a_restart_forgets_nothing(world, client):
     for _ in range(120):
         client.get("/llms.txt")
-    limits.connect(world.settings.database).close()
-    again = application.create_app(world=dataclasses.replace(world, counters=lambda: limits.connect(world.settings.database)))
-    assert again.test_client().get("/llms.txt").status_code == 429
+    database._thread.open.clear()  # as after a restart: every file is opened anew
+    assert application.create_app(world=world).test_client().get("/llms.txt").status_code == 429
 
 
 def test_a_clock_set_back_by_hours_locks_nobody_out(world):
-    counters = world.counters()
+    part = limits.log(world.settings.database, "a")
     for _ in range(120):
-        limits.visit(counters, "a", now=NOON)
-    assert limits.visit(counters, "a", now=NOON - 7200) == (True, 119, 60)
+        limits.visit(part, "a", now=NOON)
+    assert limits.visit(part, "a", now=NOON - 7200) == (True, 119, 60)
 
 
 def test_a_worker_whose_clock_reads_a_little_less_still_counts(world):
-    counters = world.counters()
-    assert limits.visit(counters, "a", now=NOON + 0.002) == (True, 119, 60)
-    assert limits.visit(counters, "a", now=NOON) == (True, 118, 60)
+    part = limits.log(world.settings.database, "a")
+    assert limits.visit(part, "a", now=NOON + 0.002) == (True, 119, 60)
+    assert limits.visit(part, "a", now=NOON) == (True, 118, 60)
 
 
 def test_the_store_keeps_nothing_that_is_over(world):
-    counters = world.counters()
+    part = limits.log(world.settings.database, "a")
     for number in range(300):
-        limits.visit(counters, f"early {number}", now=NOON)
+        limits.visit(part, f"early {number}", now=NOON)
     for number in range(300):
-        limits.visit(counters, f"late {number}", now=NOON + 61)
-    clients = [row["client"] for row in counters.execute("SELECT client FROM visits")]
+        limits.visit(part, f"late {number}", now=NOON + 61)
+    clients = [row["client"] for row in part.execute("SELECT client FROM visits")]
     assert len(clients) == 300
     assert all(client.startswith("late") for client in clients)
 
 
 def _worker(path, results):
-    counters = limits.connect(path)
-    results.put(sum(limits.visit(counters, "a", now=time.time())[0] for _ in range(100)))
+    part = limits.log(path, "a")
+    results.put(sum(limits.visit(part, "a", now=time.time())[0] for _ in range(100)))
 
 
 def test_four_processes_at_once_admit_exactly_120(world):
-    world.counters()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     workers = [context.Process(target=_worker, args=(world.settings.database, results)) for _ in range(4)]
