@@ -13,6 +13,7 @@ import click
 import chain
 import db as database
 import deals
+import feedback
 import keys
 import operations
 import payments
@@ -342,6 +343,61 @@ def rotate_secret():
     """Make a fresh MPP challenge secret; restart the service afterwards. Challenges already issued stay good."""
     keys.rotate_secret(configuration.load().secrets_path)
     click.echo("Rotated; restart the service.")
+
+
+@main.command()
+def mcp():
+    """Serve the MCP tools over stdio: one JSON-RPC message a line, in and out."""
+    import pages
+    import tools
+
+    settings, db, world = _open()
+    surface = pages.Surface(world)
+    caller = surface.caller(db, settings.base_url or "http://127.0.0.1:8402", "stdio")
+    for line in sys.stdin.buffer:
+        if line.strip():
+            _, answer = tools.answer(caller, line)
+            if answer is not None:
+                sys.stdout.write(json.dumps(answer, separators=(",", ":")) + "\n")
+                sys.stdout.flush()
+
+
+# -- Feedback -----------------------------------------------------------------------------------------------
+
+
+@main.group(name="feedback")
+def notes():
+    """What agents and people tell the operators."""
+
+
+@notes.command(name="list")
+@click.option("--all", "everything", is_flag=True, help="Also the notes that are done.")
+@click.option("--limit", default=100, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def list_notes(everything, limit, as_json):
+    """List the notes that wait to be read, oldest first."""
+    _, db, _ = _open()
+    rows = feedback.notes(db, everything=everything, limit=limit)
+    if as_json:
+        _print([{**dict(row), "at": deals.timestamp(row["at"]), "done_at": deals.timestamp(row["done_at"])} for row in rows])
+    else:
+        lines = [(row["id"], deals.timestamp(row["at"]), row["contact"], row["deal_id"], _one_line(row["message"])) for row in rows]
+        table(["id", "at", "contact", "deal", "message"], lines)
+
+
+@notes.command(name="done")
+@click.argument("ids", nargs=-1, required=True)
+def finish_notes(ids):
+    """Mark notes as dealt with."""
+    _, db, world = _open()
+    for note in ids:
+        feedback.done(db, note, now=world.now())
+        click.echo(f"{note} is done.")
+
+
+def _one_line(text):
+    """Show a stranger's text on one line, without anything a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 @main.command()

@@ -12,6 +12,7 @@ import chain
 ENDED = ("released", "refunded", "split")
 HOUR = 3600
 GUARANTEE_GRACE = 7 * 24 * HOUR  # how long after the last possible decision the refund guarantee becomes valid
+DEFAULT_HOURS = 24  # to deliver, and to review, when the buyer does not say
 LEG_LIFE = 10 * 365 * 24 * HOUR  # a payout is a check that stays good; the nonce, not the date, stops a second one
 SMALLEST_TRANSFER = 10_000  # refunds under a cent are not sent
 
@@ -83,10 +84,10 @@ class Terms:
         return "deal_" + base64.b32encode(digest[:16]).decode().rstrip("=").lower()
 
 
-def terms(body, *, default_hours=24):
+def terms(body):
     """Build Terms from a body that has passed the published schema. Amounts become exact base units."""
     instant = body.get("instant", False)
-    hours = 1 if instant else default_hours
+    hours = 1 if instant else DEFAULT_HOURS
     return Terms(
         amount_units=units(body["amount_usd"]),
         seller_address=body["seller_address"].lower(),
