@@ -163,6 +163,7 @@ CREATE TABLE sandbox_authorizations (
   transaction_hash TEXT NOT NULL,
   block            INTEGER NOT NULL,
   PRIMARY KEY (authorizer, nonce)
+) STRICT, WITHOUT ROWID;
 
 -- The feed
 --
