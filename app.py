@@ -1,10 +1,11 @@
 """The HTTP surface: requests in, answers out. Everything it says is decided in the modules below it."""
 
+import functools
 import json
 import logging
 import sqlite3
 
-from flask import Flask, Response, request
+from flask import Flask, Response, render_template, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 from werkzeug.middleware.proxy_fix import ProxyFix
 
@@ -12,11 +13,14 @@ import actions
 import chain
 import db as database
 import deals
+import feedroutes
+import feedviews
 import operations
 import payments
 import sandbox
 import settings as configuration
 import spec
+import targets
 import world as worlds
 from deals import Refusal
 
@@ -26,6 +30,7 @@ EXPOSED = ", ".join(
         "PAYMENT-REQUIRED", "PAYMENT-RESPONSE", "WWW-Authenticate", "Payment-Receipt", "X-Svc-Invalid-Request",
         "X-Svc-Results-Requested", "X-Svc-Results-Delivered", "X-Svc-Refund", "ETag", "Location", "Retry-After", "Link",
         "RateLimit-Limit", "RateLimit-Policy", "RateLimit-Remaining", "RateLimit-Reset", "Deprecation", "Sunset",
+        "Content-Disposition", "Repr-Digest",
     )
 )  # fmt: skip
 ALLOWED = "Content-Type, Authorization, PAYMENT-SIGNATURE, Idempotency-Key, If-None-Match"
@@ -49,6 +54,7 @@ def create_app(settings=None, world=None):
         app.wsgi_app = ProxyFix(app.wsgi_app, x_for=settings.proxies, x_proto=0, x_host=0, x_prefix=0)
     _add_errors(app)
     _add_deals(app, world)
+    _add_feed(app, world)
     if settings.sandbox:
         _add_sandbox(app, world)
     app.after_request(_cors)
@@ -203,6 +209,25 @@ def _paid_call(world):
         idempotency_key=key,
         client=request.remote_addr or "",
     )
+
+
+# -- The feed -----------------------------------------------------------------------------------------------
+
+
+def _add_feed(app, world):
+    for path, view in feedroutes.ROUTES.items():
+        app.add_url_rule(path, endpoint=path, view_func=functools.partial(_feed, world, view))
+
+
+def _feed(world, view, **values):
+    now_ns = int(world.clock() * targets.SECOND)
+    query = feedviews.Query(values, request.path, now_ns, base_url(world))
+    tags = request.headers.get("If-None-Match", "")
+    reply = feedroutes.respond(connection(world), view, query, request.args.to_dict(flat=False), if_none_match=tags)
+    body = reply.body
+    if reply.template:
+        body = render_template(reply.template, mode=world.settings.mode, service=world.settings.service_name, **reply.context)
+    return Response(body, reply.status, reply.headers)
 
 
 # -- Sandbox ------------------------------------------------------------------------------------------------

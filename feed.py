@@ -25,16 +25,6 @@ KEPT_DAYS = 30
 DAY = 86_400 * SECOND
 
 
-class Refusal(Exception):
-    """The one way to say no: a stable code and one sentence."""
-
-    STATUS = {"invalid_request": 400, "not_found": 404, "expired": 410}
-
-    def __init__(self, code, message):
-        super().__init__(message)
-        self.code, self.message, self.status = code, message, self.STATUS[code]
-
-
 class Check(NamedTuple):
     """One poll of one target, as recorded."""
 
@@ -155,7 +145,7 @@ def record(db, target, answer, *, now_ns):
         retry_after = None if verdict.declaration else answer.headers.get("retry-after")
         if not targets.release(db, target, now_ns=now_ns, retry_after=retry_after):
             return None
-        at = max(now_ns, _free_from(db))
+        at = max(now_ns, horizon(db))
         changes = 0
         if verdict.declaration:
             changes = _record_valid(db, target, answer, verdict, at)
@@ -166,8 +156,8 @@ def record(db, target, answer, *, now_ns):
     return Check(target["id"], at, verdict.reason, verdict.http_status, answer.ms, facets, changes, " ".join(verdict.notes))
 
 
-def _free_from(db):
-    """Return the first number after every check and event so far: times only ever grow, whatever the clock does."""
+def horizon(db):
+    """Return the first moment after every check and event so far. Nothing is ever recorded before it, whatever the clock does."""
     row = db.execute(
         "SELECT max(coalesce((SELECT max(at) FROM feed_failures), 0),"
         " coalesce((SELECT at + size + changes FROM feed_checks JOIN feed_outcomes USING (outcome)"
@@ -234,7 +224,7 @@ def _compare(db, target, at, facets, complete):
     between the two (a failure, a partial answer) breaks the row, and the count starts again.
     """
     place = {facet: at + 1 + position for position, facet in enumerate(facets)}
-    before = _last_places(db, target)
+    before = places(db, target)
     known = {
         row["facet"]: row
         for row in db.execute("SELECT * FROM feed_capabilities WHERE target = :target", {"target": target["target"]})
@@ -275,7 +265,7 @@ def _compare(db, target, at, facets, complete):
     return changes
 
 
-def _last_places(db, target):
+def places(db, target):
     """Return facet -> id of its event in the target's latest valid check."""
     row = db.execute(
         "SELECT at, facets FROM feed_checks JOIN feed_outcomes USING (outcome) JOIN feed_sets USING (facet_set) WHERE at = :at",

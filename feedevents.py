@@ -6,9 +6,11 @@ import json
 from typing import NamedTuple
 
 import declaration
+import feed
 import targets
-from feed import DAY, Refusal
-from feedviews import DECLARED, Data, as_json, body_of, evidence, facet_shape, moment, quoted, stamp, whole
+from deals import Refusal
+from feed import DAY
+from feedviews import DECLARED, Data, as_json, body_of, evidence, facets_of, moment, quoted, stamp, targets_of, whole
 
 PAGE = 100
 WINDOW = 7 * DAY
@@ -28,7 +30,7 @@ class Window(NamedTuple):
 
 def events(db, query):
     """One page of events, oldest first."""
-    window = _window(query)
+    window = _window(db, query)
     target = None
     if window.facilitator is not None:
         target = targets.ever(db, window.facilitator)
@@ -46,7 +48,7 @@ def events(db, query):
     return Data(data, [found, window.limit, bool(cursor), given], cursor)
 
 
-def _window(query):
+def _window(db, query):
     values = query.values
     facilitator, change = values.get("id", values.get("facilitator")), values.get("change")
     if change is not None and change not in CHANGES:
@@ -60,11 +62,23 @@ def _window(query):
             if value is not None and value != getattr(window, name):
                 raise Refusal("invalid_request", f"cursor belongs to a query with another {name}.")
         return window._replace(limit=limit or window.limit)
-    until = query.now_ns if until is None else until
-    since = until - WINDOW if since is None else since
+    if until is None:
+        until = max(_end(db, query), since or 0)
+    if since is None:
+        since = max(0, until - WINDOW)
     if since > until:
         raise Refusal("invalid_request", "since must not be later than until.")
     return Window(facilitator, change, since, until, 0, limit or PAGE)
+
+
+def _end(db, query):
+    """Return the end of a window that names none: the moment after the newest record, not the moment of asking.
+
+    A poll under way may still record a time before now, but never one before this end; so who asks again from here on
+    misses nothing and sees nothing twice.
+    """
+    newest = feed.horizon(db)
+    return newest if newest > 1 else query.now_ns
 
 
 def _page(db, window, target):
@@ -73,7 +87,7 @@ def _page(db, window, target):
     if window.change in (None, "snapshot", "confirmed"):
         return _from_checks(db, window, target, low, high)
     rows = _changes(db, window, target, low, high)
-    whose, facets = _targets_of(db, rows), _facets_of(db, {row["facet"] for row in rows})
+    whose, facets = targets_of(db, rows), facets_of(db, {row["facet"] for row in rows})
     return [_event(whose[row["target"]], row["id"], row["change"], facets[row["facet"]], row["at"]) for row in rows]
 
 
@@ -95,7 +109,7 @@ def _from_checks(db, window, target, low, high):
     found, sets, bodies, facets, whose = [], {}, {}, {}, {}
     for check in _checks(db, target, low, high):
         if check["target"] not in whose:
-            whose |= _targets_of(db, [check])
+            whose |= targets_of(db, [check])
         if check["facet_set"] not in sets:
             sets[check["facet_set"]] = json.loads(check["facets"])
         numbers = sets[check["facet_set"]]
@@ -110,7 +124,7 @@ def _from_checks(db, window, target, low, high):
             wanted = [
                 (id, facet, change) for id, facet, change in listed if low <= id < high and window.change in (None, change)
             ]  # fmt: skip
-            facets |= _facets_of(db, {facet for _, facet, _ in wanted} - facets.keys())
+            facets |= facets_of(db, {facet for _, facet, _ in wanted} - facets.keys())
             found += [_event(whose[check["target"]], id, change, facets[facet], check["at"]) for id, facet, change in wanted]
         if len(found) > window.limit:
             break
@@ -145,19 +159,6 @@ def _listed(db, check, numbers):
         changed = {row["id"]: (row["id"], row["facet"], row["change"]) for row in rows}
     confirmed = {at + 1 + place: (at + 1 + place, facet, "confirmed") for place, facet in enumerate(numbers)}
     return sorted((confirmed | changed).values())
-
-
-def _targets_of(db, rows):
-    numbers = json.dumps(sorted({row["target"] for row in rows}))
-    found = db.execute("SELECT * FROM feed_targets WHERE target IN (SELECT value FROM json_each(:numbers))", {"numbers": numbers})
-    return {row["target"]: row for row in found}
-
-
-def _facets_of(db, numbers):
-    found = db.execute(
-        "SELECT * FROM feed_facets WHERE facet IN (SELECT value FROM json_each(:numbers))", {"numbers": json.dumps(sorted(numbers))}
-    )
-    return {row["facet"]: facet_shape(row) for row in found}
 
 
 def _event(target, id, change, facet, at, note=DECLARED, content=None):

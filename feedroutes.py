@@ -9,21 +9,24 @@ from typing import NamedTuple
 
 import feed
 import feedevents
+import feedexports
+import feedpages
 import feedviews
 from db import snapshot
-from feed import Refusal
+from deals import Refusal
 from feedviews import Bytes, Data, as_json, quoted, stamp
 
 DISCLAIMER = (
     "Only the declarations at GET /supported are monitored. Payments, /verify, /settle and uninterrupted availability are not verified."
 )
 
+
 class View(NamedTuple):
-    """A route's answer. ``kind`` is ``json`` (data for the envelope), ``bytes``, or the name of a template."""
+    """A route: the function that answers, its query parameters, and the template if it is a page."""
 
     answer: object
     parameters: tuple[str, ...] = ()
-    kind: str = "json"
+    template: str | None = None
 
 
 class Reply(NamedTuple):
@@ -38,11 +41,13 @@ class Reply(NamedTuple):
 
 # -- Answering ------------------------------------------------------------------------------------------------
 
-CORS = {
-    "Access-Control-Allow-Origin": "*",
-    "Access-Control-Expose-Headers": "ETag, Link, Content-Disposition, Repr-Digest",
-}
 SAFE = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+PAGE = {
+    **SAFE,
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def respond(db, view, query, args, *, if_none_match=""):
@@ -52,16 +57,18 @@ def respond(db, view, query, args, *, if_none_match=""):
         with snapshot(db):
             found = view.answer(db, query._replace(values={**values, **query.values}))
     except Refusal as refusal:
+        if view.template:
+            return Reply(refusal.status, PAGE, template="refused.html", context={"refusal": refusal})
         return _refused(db, query, refusal)
     if isinstance(found, Data):
         return _enveloped(db, query, found, if_none_match)
     if isinstance(found, Bytes):
         tag = f'"{hashlib.sha256(found.content).hexdigest()[:32]}"'
-        headers = {**CORS, **SAFE, "ETag": tag, **dict(found.headers)}
+        headers = {**SAFE, "ETag": tag, **dict(found.headers)}
         if _matches(if_none_match, tag.__eq__):
             return Reply(304, headers)
         return Reply(200, {**headers, "Content-Type": found.media_type}, found.content)
-    return Reply(200, {**SAFE, "Content-Type": "text/html; charset=utf-8"}, template=view.kind, context=found)
+    return Reply(200, PAGE, template=view.template, context=found)
 
 
 def _enveloped(db, query, found, if_none_match):
@@ -71,7 +78,7 @@ def _enveloped(db, query, found, if_none_match):
     names a representation that may be kept, whenever it was made; that is what a 304 says.
     """
     facts = hashlib.sha256(as_json(found.data if found.facts is None else found.facts)).hexdigest()[:32]
-    headers = {**CORS, **SAFE}
+    headers = dict(SAFE)
     if found.next:
         headers["Link"] = f'<{query.path}?cursor={found.next}>; rel="next"'
     as_of = _as_of(db, query)
@@ -84,7 +91,7 @@ def _enveloped(db, query, found, if_none_match):
 
 def _refused(db, query, refusal):
     body = {"error": refusal.code, "message": refusal.message, **_envelope(_as_of(db, query))}
-    return Reply(refusal.status, {**CORS, **SAFE, "Content-Type": "application/json"}, as_json(body))
+    return Reply(refusal.status, {**SAFE, "Content-Type": "application/json"}, as_json(body))
 
 
 def _envelope(as_of):
@@ -93,7 +100,7 @@ def _envelope(as_of):
 
 def _as_of(db, query):
     """Return the time of the response, which is never before a time it may tell."""
-    return max(query.now_ns, feed._free_from(db) - 1)
+    return max(query.now_ns, feed.horizon(db) - 1)
 
 
 def _matches(header, accepts):
@@ -119,9 +126,17 @@ ROUTES = {
     "/v1/feed/summary": View(feedviews.summary),
     "/v1/feed/facilitators": View(feedviews.facilitators),
     "/v1/feed/facilitators/<id>": View(feedviews.facilitator),
-    "/v1/feed/events": View(feedevents.events, ("facilitator", *_PAGED)),
     "/v1/feed/facilitators/<id>/events": View(feedevents.events, _PAGED),
+    "/v1/feed/facilitators/<id>/changes.atom": View(feedexports.atom),
+    "/v1/feed/facilitators/<id>/changes.json": View(feedexports.json_feed),
+    "/v1/feed/facilitators/<id>/badge.svg": View(feedexports.badge),
+    "/v1/feed/events": View(feedevents.events, ("facilitator", *_PAGED)),
+    "/v1/feed/changes.atom": View(feedexports.atom),
+    "/v1/feed/changes.json": View(feedexports.json_feed),
     "/v1/feed/standards": View(feedviews.standards),
     "/v1/feed/capabilities": View(feedviews.capabilities, ("scheme", "network", "version", "extension")),
     "/v1/feed/checks/<check_id>/raw": View(feedviews.raw),
+    "/metrics": View(feedexports.metrics),
+    "/feed": View(feedpages.overview, template="feed.html"),
+    "/feed/<id>": View(feedpages.one, template="facilitator.html"),
 }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import declaration
 import feed
 import targets
-from feed import Refusal
+from deals import Refusal
 from targets import SECOND
 
 DECLARED = "Declaration only: what GET /supported said. Nothing behind it was tried."
@@ -151,7 +151,7 @@ def facilitator_shape(db, target):
 
 def capabilities_of(db, target):
     """Return the capability records of one target, kinds first, in the order of their sets."""
-    confirmed = feed._last_places(db, target)
+    confirmed = feed.places(db, target)
     rows = db.execute(
         "SELECT * FROM feed_capabilities JOIN feed_facets USING (facet) WHERE target = :target"
         " ORDER BY category DESC, version, scheme, network, name",
@@ -202,6 +202,41 @@ def stamp(ns):
         return None
     seconds, nanos = divmod(ns, SECOND)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{nanos:09d}Z"
+
+
+def latest_changes(db, target, *, checks):
+    """Return the latest ``checks`` checks that changed something, newest first, of one target or (None) of all watched."""
+    if target:
+        rows = db.execute("SELECT * FROM feed_changes WHERE target = :target ORDER BY id DESC", {"target": target["target"]})
+    else:
+        rows = db.execute("SELECT feed_changes.* FROM feed_changes CROSS JOIN feed_targets USING (target) WHERE enabled = 1"
+                          " ORDER BY feed_changes.id DESC")  # fmt: skip
+    found = {}
+    for row in rows:
+        if row["at"] not in found and len(found) == checks:
+            break
+        found.setdefault(row["at"], []).append(row)
+    whose = targets_of(db, [rows[0] for rows in found.values()])
+    facets = facets_of(db, {row["facet"] for rows in found.values() for row in rows})
+    return [
+        {"at": at, "target": whose[rows[0]["target"]], "changes": [(row["change"], facets[row["facet"]]) for row in reversed(rows)]}
+        for at, rows in found.items()
+    ]
+
+
+def targets_of(db, rows):
+    """Return target number -> target, for the rows' targets."""
+    numbers = json.dumps(sorted({row["target"] for row in rows}))
+    found = db.execute("SELECT * FROM feed_targets WHERE target IN (SELECT value FROM json_each(:numbers))", {"numbers": numbers})
+    return {row["target"]: row for row in found}
+
+
+def facets_of(db, numbers):
+    """Return facet number -> facet, as shown."""
+    found = db.execute(
+        "SELECT * FROM feed_facets WHERE facet IN (SELECT value FROM json_each(:numbers))", {"numbers": json.dumps(sorted(numbers))}
+    )
+    return {row["facet"]: facet_shape(row) for row in found}
 
 
 # -- The views ------------------------------------------------------------------------------------------------
@@ -259,7 +294,7 @@ def capabilities(db, query):
         {**asked, "version": version},
     ).fetchall()
     watched = {target["id"]: target for target in everyone(db)}
-    confirmed = {id: feed._last_places(db, watched[id]) for id in {row["facilitator"] for row in rows}}
+    confirmed = {id: feed.places(db, watched[id]) for id in {row["facilitator"] for row in rows}}
     return Data(
         [
             {

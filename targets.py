@@ -54,12 +54,17 @@ class Unset(Exception):
 
 def seed(db, *, mode, base_url=""):
     """Put the catalogue in, disabled; in the sandbox also the service's own facilitator, enabled. Repeating changes nothing."""
-    for id, name, url in CATALOGUE:
-        if not _row(db, id):
-            add(db, id, name=name, base_url=url)
+    seed_catalogue(db)
     if mode == "sandbox" and not _row(db, "sandbox"):
         own = (base_url or "http://127.0.0.1:8000").rstrip("/")
         add(db, "sandbox", name="Sandbox facilitator", base_url=f"{own}/sandbox", loopback=True, enabled=True)
+
+
+def seed_catalogue(db):
+    """Put in, disabled, what the database does not have of the catalogue, unless it was removed."""
+    for id, name, url in CATALOGUE:
+        if not _row(db, id):
+            add(db, id, name=name, base_url=url)
 
 
 def add(db, id, *, name=None, base_url=None, headers=None, interval_s=INTERVAL, loopback=False, enabled=False):
