@@ -12,6 +12,7 @@ import feed
 import feedviews
 import settings as configuration
 import targets
+from deals import Refusal
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
@@ -42,7 +43,7 @@ def list_(as_json):
 @click.option("--enable/--no-enable", "enabled", default=True, show_default=True, help="Watch it at once.")
 def add(id, url, name, headers, interval, loopback, enabled):
     """Add the target ID, give a pending one its URL, or bring a removed one back."""
-    with _database() as db, _sentences():
+    with _database() as db:
         targets.add(
             db,
             id,
@@ -60,7 +61,7 @@ def add(id, url, name, headers, interval, loopback, enabled):
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 def enable(ids):
     """Watch targets from the next poll on."""
-    with _database() as db, _sentences():
+    with _database() as db:
         for id in ids:
             targets.enable(db, id)
             click.echo(f"{id} is watched.")
@@ -70,7 +71,7 @@ def enable(ids):
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 def disable(ids):
     """Stop watching targets; their history stays."""
-    with _database() as db, _sentences():
+    with _database() as db:
         for id in ids:
             targets.enable(db, id, False)
             click.echo(f"{id} is no longer watched.")
@@ -80,7 +81,7 @@ def disable(ids):
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 def remove(ids):
     """Remove targets from the list. Events of the past are never taken back."""
-    with _database() as db, _sentences():
+    with _database() as db:
         for id in ids:
             targets.remove(db, id)
             click.echo(f"{id} is removed.")
@@ -105,10 +106,10 @@ def catalogue(as_json):
 @AS_JSON
 def poll(force, only, as_json):
     """Poll the facilitators whose turn it is (a cron job, say every minute)."""
-    config = _settings()
-    with _database() as db, _sentences():
+    config = configuration.load()
+    with _database() as db:
         if only and not targets.watched(db, only):
-            raise targets.Wrong(f"{only} is not watched.")
+            raise Refusal("not_found", f"{only} is not watched.")
         contact = config.contact or config.base_url
         due = len(targets.due(db, now_ns=time.time_ns(), only=only, force=force))
         with _progress(due) as report:
@@ -153,7 +154,7 @@ def _row(db, target):
 def _header(text):
     name, colon, value = text.partition(":")
     if not colon:
-        raise targets.Wrong("A header is written NAME: VALUE.")
+        raise Refusal("invalid_request", "A header is written NAME: VALUE.")
     return name.strip(), value.strip()
 
 
@@ -190,29 +191,11 @@ def _progress(length):
 
 
 @contextlib.contextmanager
-def _sentences():
-    """Show the operator's mistakes as one sentence and exit with 1."""
-    try:
-        yield
-    except targets.Wrong as wrong:
-        raise click.ClickException(str(wrong)) from None
-
-
-def _settings():
-    try:
-        return configuration.load()
-    except configuration.Wrong as wrong:
-        raise click.ClickException(str(wrong)) from None
-
-
-@contextlib.contextmanager
 def _database():
-    config = _settings()
+    config = configuration.load()
     db = database.connect(config.database)
     try:
         database.check(db, mode=config.mode)
         yield db
-    except database.NotReady as error:
-        raise click.ClickException(str(error)) from None
     finally:
         db.close()

@@ -8,6 +8,7 @@ import urllib.parse
 
 import fetch
 from db import transaction
+from deals import Refusal
 
 SECOND = 1_000_000_000
 INTERVAL = 900  # seconds between polls of one target unless the operator says otherwise
@@ -44,10 +45,6 @@ _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-class Wrong(ValueError):
-    """The operator asked for a target that cannot be; the text is one sentence."""
-
-
 class Unset(Exception):
     """A header of a target names an environment variable that is not set, or that no header can carry."""
 
@@ -56,7 +53,7 @@ def seed(db, *, mode, base_url=""):
     """Put the catalogue in, disabled; in the sandbox also the service's own facilitator, enabled. Repeating changes nothing."""
     seed_catalogue(db)
     if mode == "sandbox" and not _row(db, "sandbox"):
-        own = (base_url or "http://127.0.0.1:8000").rstrip("/")
+        own = (base_url or "http://127.0.0.1:8402").rstrip("/")
         add(db, "sandbox", name="Sandbox facilitator", base_url=f"{own}/sandbox", loopback=True, enabled=True)
 
 
@@ -68,30 +65,30 @@ def seed_catalogue(db):
 
 
 def add(db, id, *, name=None, base_url=None, headers=None, interval_s=INTERVAL, loopback=False, enabled=False):
-    """Add a target, or complete a pending one, or bring a removed one back. Raises :class:`Wrong`.
+    """Add a target, or complete a pending one, or bring a removed one back. Raises :class:`Refusal`.
 
     A target without ``base_url`` is pending. ``headers`` (name to text) are sent to this target alone; ``${NAME}`` in one stands
     for an environment variable, so that no key needs to lie in the database.
     """
     if not _ID.fullmatch(id):
-        raise Wrong("An id is 1 to 64 characters: lower-case letters, digits and hyphens.")
+        raise Refusal("invalid_request", "An id is 1 to 64 characters: lower-case letters, digits and hyphens.")
     name = (id if name is None else name).strip()
     if not 1 <= len(name) <= 100 or not name.isprintable():
-        raise Wrong("A name is 1 to 100 printable characters.")
+        raise Refusal("invalid_request", "A name is 1 to 100 printable characters.")
     if not 60 <= interval_s <= 86_400:
-        raise Wrong("The interval must be 1 to 1440 minutes.")
+        raise Refusal("invalid_request", "The interval must be 1 to 1440 minutes.")
     url = clean_url(base_url, loopback=loopback) if base_url else None
     for header, value in (headers or {}).items():
         try:
             fetch.check_header(header, value)
         except ValueError as error:
-            raise Wrong(str(error)) from None
+            raise Refusal("invalid_request", str(error)) from None
     with transaction(db):
         old = _row(db, id)
         if old and not old["retired"] and old["base_url"]:
-            raise Wrong(f"There is a target {id} already.")
+            raise Refusal("invalid_request", f"There is a target {id} already.")
         if old and old["base_url"] and old["base_url"] != url:
-            raise Wrong(f"The history of {id} belongs to {old['base_url']}: choose another id.")
+            raise Refusal("invalid_request", f"The history of {id} belongs to {old['base_url']}: choose another id.")
         db.execute(
             "INSERT INTO feed_targets (id, name, base_url, host, headers, interval_s, loopback, enabled)"
             " VALUES (:id, :name, :url, :host, :headers, :interval_s, :loopback, :enabled)"
@@ -112,16 +109,16 @@ def add(db, id, *, name=None, base_url=None, headers=None, interval_s=INTERVAL, 
 
 
 def enable(db, id, enabled=True):
-    """Watch a target, or stop watching it; its history stays. Raises :class:`Wrong`."""
+    """Watch a target, or stop watching it; its history stays. Raises :class:`Refusal`."""
     changed = db.execute(
         "UPDATE feed_targets SET enabled = :enabled, due_at = 0 WHERE id = :id AND retired = 0", {"id": id, "enabled": int(enabled)}
     )
     if changed.rowcount == 0:
-        raise Wrong(f"There is no target {id}.")
+        raise Refusal("not_found", f"There is no target {id}.")
 
 
 def remove(db, id):
-    """Forget a target. One that was ever polled only leaves the lists: events are never taken back. Raises :class:`Wrong`."""
+    """Forget a target. One that was ever polled only leaves the lists: events are never taken back. Raises :class:`Refusal`."""
     with transaction(db):
         gone = db.execute("DELETE FROM feed_targets WHERE id = :id AND last_check IS NULL AND retired = 0", {"id": id}).rowcount
         if not gone:
@@ -129,7 +126,7 @@ def remove(db, id):
                 "UPDATE feed_targets SET retired = 1, enabled = 0, headers = '{}' WHERE id = :id AND retired = 0", {"id": id}
             ).rowcount
     if gone == 0:
-        raise Wrong(f"There is no target {id}.")
+        raise Refusal("not_found", f"There is no target {id}.")
 
 
 def every(db):
@@ -148,14 +145,14 @@ def ever(db, id):
 
 
 def clean_url(text, *, loopback=False):
-    """Return a base URL without blanks and slashes at its ends. Raises :class:`Wrong`."""
+    """Return a base URL without blanks and slashes at its ends. Raises :class:`Refusal`."""
     url = text.strip().rstrip("/")
     try:
         parts = fetch.check_url(url, loopback=loopback)
     except ValueError as error:
-        raise Wrong(str(error)) from None
+        raise Refusal("invalid_request", str(error)) from None
     if parts.path.endswith("/supported"):
-        raise Wrong("Give the base URL, without /supported.")
+        raise Refusal("invalid_request", "Give the base URL, without /supported.")
     return url
 
 

@@ -1,53 +1,20 @@
-"""What the feed's tests share: a stopped clock, strangers that misbehave on real sockets, and a client that checks each answer."""
+"""What the feed's tests share: declarations, polls without a network, strangers on real sockets, a client that checks answers."""
 
+import functools
 import json
-import pathlib
+import re
 import socket
 import ssl
 import threading
-import types
 
-import app as http
-import db as database
 import feed
 import fetch
-import flask
+import jsonschema
 import pytest
+import spec
 import targets
 
 SECOND = 1_000_000_000
-NOON = 1_793_534_400 * SECOND  # 2026-11-01T12:00:00Z
-
-
-class Clock:
-    """A clock that stands still until told otherwise; nanoseconds when called."""
-
-    def __init__(self, now=NOON):
-        self.now = now
-
-    def __call__(self):
-        return self.now
-
-    def forward(self, seconds):
-        self.now += int(seconds * SECOND)
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "deals.db")
-
-
-@pytest.fixture
-def db(path):
-    connection = database.connect(path)
-    database.init(connection, mode="sandbox")
-    yield connection
-    connection.close()
 
 
 def kind(network="eip155:8453", scheme="exact", version=2, **more):
@@ -58,35 +25,86 @@ def body(*kinds, **more):
     return json.dumps({"kinds": list(kinds), **more}).encode()
 
 
-def answer(content=b"", status=200, *, reason="ok", headers=None, ms=120):
-    return fetch.Answer(reason, status, headers or {}, content, ms)
+def answer(content=b"", status=200, *, reason="ok", headers=None, ms=120, note=""):
+    return fetch.Answer(reason, status, headers or {}, content, ms, note)
+
+
+def nanoseconds(clock):
+    """The same clock, as the feed reads it."""
+    return lambda: int(clock.now * SECOND)
 
 
 def watch(db, id="payai", **more):
-    targets.add(db, id, base_url=f"https://{id}.example", enabled=True, **more)
+    targets.add(db, id, **{"base_url": f"https://{id}.example", "enabled": True} | more)
 
 
 def poll(db, clock, said, id="payai", after=900):
     """Let ``after`` seconds pass and poll one target, which says ``said`` (bytes of a body, or an answer)."""
-    clock.forward(after)
+    clock.sleep(after)
     found = said if isinstance(said, fetch.Answer) else answer(said)
-    [check] = feed.poll(db, clock=clock, only=id, force=True, get=lambda url, **_: found)
+    [check] = feed.poll(db, clock=nanoseconds(clock), only=id, force=True, get=lambda url, **_: found)
     return check
 
 
 # -- HTTP -----------------------------------------------------------------------------------------------------
 
 
+class Client:
+    """GETs over HTTP and holds every answer against the published document: status, headers, media type, shape."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def get(self, path, **more):
+        response = self.client.get(path, **more)
+        check(path.partition("?")[0], response)
+        return response
+
+    def data(self, path, **more):
+        response = self.get(path, **more)
+        assert response.status_code == 200, response.json
+        return response.json["data"]
+
+    def events(self, path="/v1/feed/events", **query):
+        return self.data(path, query_string=query)["events"]
+
+    def refusal(self, path, **more):
+        response = self.get(path, **more)
+        assert response.status_code >= 400
+        return response.status_code, response.json["error"], response.json["message"]
+
+
 @pytest.fixture
-def client(db, path, clock):
-    """The feed over HTTP, in an application that has nothing else; every answer is held against the document."""
-    application = flask.Flask("deals", root_path=str(pathlib.Path(http.__file__).parent))
-    settings = types.SimpleNamespace(database=path, base_url="https://deals.example", mode="sandbox", service_name="Deals")
-    http._add_errors(application)
-    http._add_feed(application, types.SimpleNamespace(settings=settings, clock=lambda: clock.now / SECOND))
-    application.after_request(http._cors)
-    application.testing = True
-    return application.test_client()
+def reader(client):
+    return Client(client)
+
+
+def check(path, response):
+    document = spec.document()
+    operation = document["paths"][_template(path)]["get"]
+    described = operation["responses"][str(response.status_code)]
+    for name in described.get("headers", {}):
+        assert name in response.headers or name == "Link", f"{path}: the header {name} is missing"
+    if response.status_code == 304:
+        assert response.data == b""
+        return
+    [media_type] = described["content"] if response.mimetype in described["content"] else [f"not {response.mimetype}"]
+    schema = described["content"][media_type].get("schema", {})
+    if "json" in media_type:
+        _validator(json.dumps(schema)).validate(json.loads(response.data))
+
+
+@functools.cache
+def _validator(schema):
+    whole = {**json.loads(schema), "components": spec.document()["components"]}
+    return jsonschema.Draft202012Validator(whole, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+
+
+def _template(path):
+    if path in spec.document()["paths"]:
+        return path
+    templates = [template for template in spec.document()["paths"] if "{" in template]
+    return next(template for template in templates if re.fullmatch(re.sub(r"{\w+}", "[^/]+", template), path))
 
 
 # -- Strangers ------------------------------------------------------------------------------------------------
@@ -100,14 +118,12 @@ class Stranger:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
-        self.over = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.over.set()
         self.listener.close()
 
     def _serve(self):
