@@ -17,6 +17,7 @@ NAME = 200  # characters in a scheme, network or extension name
 VERSION = 1_000_000
 
 _DECIMAL = re.compile(r"[1-9][0-9]{0,5}")
+_TOKENS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)  # an open string reaches to the end: one pass, always
 
 
 class Malformed(Exception):
@@ -75,11 +76,12 @@ def parse(body):
 def load(body):
     """Decode ``body`` as strict JSON: UTF-8, no duplicate keys, nothing that JSON or SQLite could not give back."""
     try:
-        value = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_constant)
+        text = body.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise Malformed("The answer is not UTF-8.") from None
-    except RecursionError:
-        raise Malformed("The answer is nested too deeply.") from None
+    _measure(text)
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except ValueError:  # of the parser, of an integer with thousands of digits, of our two hooks
         raise Malformed("The answer is not strict JSON.") from None
     _inspect(value)
@@ -175,30 +177,33 @@ def _constant(name):
     raise ValueError(name)
 
 
-def _inspect(value):
-    """Refuse what parses but could not be stored, hashed or written again."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
+def _measure(text):
+    """Refuse deep nesting before the parser sees it.
+
+    The parser recurses on the C stack, and what stops it, the interpreter's recursion limit, is raised by some libraries
+    beyond what the stack holds: then it is no exception but a crash.
+    """
+    depth = 0
+    for match in _TOKENS.finditer(text):
+        token = match[0]
+        depth += (token in "[{") - (token in "]}")
         if depth > DEPTH:
             raise Malformed("The answer is nested too deeply.")
-        below = []
-        for item in level:
-            if isinstance(item, dict):
-                below.extend(item)
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
-            else:
-                _inspect_scalar(item)
-        level = below
 
 
-def _inspect_scalar(item):
-    if isinstance(item, str):
-        if "\0" in item or any("\ud800" <= character <= "\udfff" for character in item):
+def _inspect(value):
+    """Refuse what parses but could not be stored, hashed or written again."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _inspect(key)
+            _inspect(item)
+    elif isinstance(value, list):
+        for item in value:
+            _inspect(item)
+    elif isinstance(value, str):
+        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
             raise Malformed("The answer has characters that no text can have.")
-    elif isinstance(item, int) and not -(1 << 63) <= item < 1 << 63:
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise Malformed("The answer has an integer of more than 64 bits.")
-    elif isinstance(item, float) and not math.isfinite(item):
+    elif isinstance(value, float) and not math.isfinite(value):
         raise Malformed("The answer has a number out of range.")

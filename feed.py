@@ -15,7 +15,7 @@ import declaration
 import fetch
 import targets
 from db import transaction
-from targets import SECOND, seed  # noqa: F401  (what `init` calls)
+from targets import SECOND
 
 AT_ONCE = 4
 AGENT = "facilitator-feed/1.0"

@@ -8,6 +8,7 @@ import chain
 import db as database
 import deals
 import facilitators
+import feed
 import keys
 import limits
 import protocols
@@ -63,6 +64,7 @@ def build(settings, db, *, clock=time.time):
         counters=lambda: database.here(settings.database, limits.connect),
         receipt_key=receipt_key,
         clock=clock,
+        declares=lambda url: feed.declares(connect(), url),
     )  # fmt: skip
 
 

@@ -124,6 +124,7 @@ class Stranger:
         return self
 
     def __exit__(self, *_):
+        self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self.listener.close()
 
     def _serve(self):
@@ -141,7 +142,7 @@ class Stranger:
             request = b""
             while b"\r\n\r\n" not in request:
                 request += connection.recv(65536) or b"\r\n\r\n"
-            self.requests.append(request.decode())
+            self.requests.append(request.decode("latin-1"))
             self.behave(connection)
         except (OSError, ssl.SSLError):
             pass  # the other side hung up, as it should on a stranger like this
