@@ -17,6 +17,7 @@ NAME = 200  # characters in a scheme, network or extension name
 VERSION = 1_000_000
 
 _DECIMAL = re.compile(r"[1-9][0-9]{0,5}")
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _TOKENS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)  # an open string reaches to the end: one pass, always
 
 
@@ -86,6 +87,11 @@ def load(body):
         raise Malformed("The answer is not strict JSON.") from None
     _inspect(value)
     return value
+
+
+def reload(body):
+    """Decode a body that :func:`parse` accepted when it came."""
+    return json.loads(body.decode("utf-8-sig"))
 
 
 def shown(value):
@@ -201,7 +207,7 @@ def _inspect(value):
         for item in value:
             _inspect(item)
     elif isinstance(value, str):
-        if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        if _NO_TEXT.search(value):
             raise Malformed("The answer has characters that no text can have.")
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise Malformed("The answer has an integer of more than 64 bits.")

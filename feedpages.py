@@ -1,6 +1,7 @@
-"""The feed for people: what the two pages show. Texts come out as they were declared; the templates escape them."""
+"""The feed for people: what the two pages show. The templates escape; here it is made sure that what escapes is also seen."""
 
 import statistics
+import unicodedata
 from datetime import UTC, datetime
 
 import feedviews
@@ -31,7 +32,7 @@ def one(db, query):
     target = find(db, query.values["id"])
     rows = capabilities_of(db, target)
     for row in rows:
-        row |= {"since": _minute_of(row["first_seen"]), "confirmed": _minute_of(row["last_confirmed"])}
+        row |= {"value": _visible(row["facet"]["value"]), "since": _minute_of(row["first_seen"]), "confirmed": _minute_of(row["last_confirmed"])}
     return {
         **_row(db, target, query.now_ns),
         "capabilities": rows,
@@ -67,12 +68,17 @@ def _row(db, target, now_ns):
 
 
 def _named(values):
-    found = list(dict.fromkeys(value for value in values if value is not None))
+    found = list(dict.fromkeys(_visible(value) for value in values if value is not None))
     return {"shown": found[:NAMED], "more": max(0, len(found) - NAMED)}
 
 
+def _visible(text):
+    """Write out the characters that would only rearrange or hide their neighbours, such as U+202E."""
+    return "".join(f"\u27e8U+{ord(c):04X}\u27e9" if unicodedata.category(c) in ("Cf", "Cn", "Co", "Zl", "Zp") else c for c in text)
+
+
 def _change(found):
-    listed = [{"change": change.replace("_", " "), "class": change, "value": facet["value"]} for change, facet in found["changes"]]
+    listed = [{"change": change.replace("_", " "), "class": change, "value": _visible(facet["value"])} for change, facet in found["changes"]]
     return {
         "at": _minute(found["at"]),
         "check_id": found["at"],

@@ -94,7 +94,7 @@ def body_of(db, body):
     digest = f"SHA-256 of the body: {row['sha256'].hex()}."
     if row["content"] is None:
         return None, f"{digest} The body itself showed no change and is no longer kept."
-    return declaration.load(zlib.decompress(row["content"])), digest
+    return declaration.reload(zlib.decompress(row["content"])), digest
 
 
 def latest_check(db, target):

@@ -242,7 +242,7 @@ CREATE TABLE feed_checks (                                     -- valid answers:
   body    INTEGER NOT NULL REFERENCES feed_bodies (body),
   changes INTEGER NOT NULL                                     -- rows of feed_changes that belong to it
 ) STRICT;
-CREATE INDEX feed_checks_by_target ON feed_checks (target, at);
+CREATE INDEX feed_checks_by_target ON feed_checks (target);            -- and by at, which is the rowid
 
 CREATE TABLE feed_failures (                                   -- everything else: no events, so never in a page's way
   at      INTEGER PRIMARY KEY,
@@ -259,9 +259,9 @@ CREATE TABLE feed_changes (
   facet  INTEGER NOT NULL REFERENCES feed_facets (facet),
   change TEXT NOT NULL CHECK (change IN ('first_seen', 'removed', 'returned'))
 ) STRICT;
-CREATE INDEX feed_changes_by_change ON feed_changes (change, id);
-CREATE INDEX feed_changes_by_target ON feed_changes (target, id);
-CREATE INDEX feed_changes_by_both ON feed_changes (target, change, id);
+CREATE INDEX feed_changes_by_change ON feed_changes (change);
+CREATE INDEX feed_changes_by_target ON feed_changes (target);
+CREATE INDEX feed_changes_by_both ON feed_changes (target, change);
 
 CREATE TABLE feed_capabilities (
   target         INTEGER NOT NULL REFERENCES feed_targets (target),
