@@ -77,7 +77,8 @@ def _enveloped(db, query, found, if_none_match):
     ``as_of`` makes every body different, so a tag is the digest of the facts and the time. A tag whose facts still hold
     names a representation that may be kept, whenever it was made; that is what a 304 says.
     """
-    facts = hashlib.sha256(as_json(found.data if found.facts is None else found.facts)).hexdigest()[:32]
+    data = as_json(found.data)
+    facts = hashlib.sha256(data if found.facts is None else as_json(found.facts)).hexdigest()[:32]
     headers = dict(SAFE)
     if found.next:
         headers["Link"] = f'<{query.path}?cursor={found.next}>; rel="next"'
@@ -85,7 +86,7 @@ def _enveloped(db, query, found, if_none_match):
     tag = f'"{facts}.{as_of:x}"'
     if kept := _matches(if_none_match, lambda given: given.startswith(f'"{facts}.')):
         return Reply(304, {**headers, "ETag": tag if kept == "*" else kept})
-    body = as_json({**_envelope(as_of), "data": found.data})
+    body = as_json(_envelope(as_of))[:-1] + b',"data":' + data + b"}"  # written once: a list of facilitators is large
     return Reply(200, {**headers, "ETag": tag, "Content-Type": "application/json"}, body)
 
 

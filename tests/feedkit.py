@@ -91,11 +91,11 @@ def check(path, response):
     [media_type] = described["content"] if response.mimetype in described["content"] else [f"not {response.mimetype}"]
     schema = described["content"][media_type].get("schema", {})
     if "json" in media_type:
-        _validator(json.dumps(schema)).validate(json.loads(response.data))
+        validator(json.dumps(schema)).validate(json.loads(response.data))
 
 
 @functools.cache
-def _validator(schema):
+def validator(schema):
     whole = {**json.loads(schema), "components": spec.document()["components"]}
     return jsonschema.Draft202012Validator(whole, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
 

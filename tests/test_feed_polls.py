@@ -8,6 +8,7 @@ import zlib
 
 import db as database
 import feed
+import feedviews
 import pytest
 import targets
 from deals import Refusal
@@ -209,14 +210,8 @@ def test_the_capabilities_agree_with_a_plain_model_over_a_long_random_history(db
                     model[network] = ("removed", at)
     shown = reader.data("/v1/feed/facilitators/payai")["capabilities"]
     found = {record["facet"]["value"].split()[-1]: (record["state"], record["removed_at"]) for record in shown}
-    stamps = {network: (state, at and feed_stamp(at)) for network, (state, at) in model.items()}
+    stamps = {network: (state, at and feedviews.stamp(at)) for network, (state, at) in model.items()}
     assert {network: found[network] for network in networks} == stamps
-
-
-def feed_stamp(at):
-    import feedviews
-
-    return feedviews.stamp(at)
 
 
 # -- Times and ids --------------------------------------------------------------------------------------------
@@ -663,3 +658,12 @@ def test_declares_follows_the_latest_complete_check(db, clock):
     targets.enable(db, "payai", False)
     assert feed.declares(db, url) is None
     assert nanoseconds(clock)() % SECOND == 0
+
+
+def test_the_service_asks_its_own_feed(db, clock, world):
+    watch(db)
+    poll(db, clock, body(kind("eip155:1")))
+    assert world.declares("https://payai.example") is False
+    poll(db, clock, body(kind()))
+    assert world.declares("https://payai.example") is True
+    assert world.declares("https://nobody.example") is None

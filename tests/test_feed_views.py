@@ -6,10 +6,11 @@ import json
 import random
 
 import feedroutes
+import openapi_spec_validator
 import pytest
 import spec
 import targets
-from feedkit import answer, body, kind, nanoseconds, poll, watch
+from feedkit import answer, body, kind, nanoseconds, poll, validator, watch
 
 A, B = kind("eip155:1"), kind("eip155:2")
 FULL = body(A, B, extensions=["bazaar"])
@@ -35,6 +36,10 @@ def test_every_route_is_documented_and_every_documented_feed_path_is_a_route():
     assert routes == documented
 
 
+def test_the_published_document_is_valid_openapi():
+    openapi_spec_validator.validate(spec.document())
+
+
 def test_every_query_parameter_is_documented_and_the_other_way_round():
     for path, view in feedroutes.ROUTES.items():
         operation = spec.document()["paths"][path.replace("<", "{").replace(">", "}")]["get"]
@@ -43,14 +48,12 @@ def test_every_query_parameter_is_documented_and_the_other_way_round():
 
 
 def test_every_example_fits_its_schema():
-    import feedkit
-
     for path, item in spec.document()["paths"].items():
         if "Feed" in item.get("get", {}).get("tags", []):
             for response in item["get"]["responses"].values():
                 for media in response.get("content", {}).values():
                     if "example" in media and "$ref" in media.get("schema", {}):
-                        feedkit._validator(json.dumps(media["schema"])).validate(media["example"])
+                        validator(json.dumps(media["schema"])).validate(media["example"])
 
 
 @pytest.mark.parametrize("path", ["/v1/feed/summary", "/v1/feed/facilitators", "/v1/feed/standards", EVENTS, "/v1/feed/facilitators/payai"])
