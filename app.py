@@ -1,10 +1,11 @@
 """The HTTP surface: requests in, answers out. Everything it says is decided in the modules below it."""
 
+import functools
 import json
 import logging
 import sqlite3
 
-from flask import Flask, request
+from flask import Flask, Response, render_template, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 from werkzeug.middleware.proxy_fix import ProxyFix
 
@@ -12,11 +13,14 @@ import actions
 import chain
 import db as database
 import deals
+import feedroutes
+import feedviews
 import pages
 import payments
 import sandbox
 import settings as configuration
 import spec
+import targets
 import world as worlds
 from answers import BODY_CAP, base_url, body_bytes, client, conditional, connection, json_body, respond, too_large
 from deals import Refusal
@@ -45,6 +49,7 @@ def create_app(settings=None, world=None):
     _add_errors(app, world)
     _add_deals(app, world)
     pages.register(app, world)
+    _add_feed(app, world)
     if settings.sandbox:
         _add_sandbox(app, world)
     app.after_request(_preflight)
@@ -142,6 +147,25 @@ def _paid_call(world):
         idempotency_key=key,
         client=client(),
     )
+
+
+# -- The feed -----------------------------------------------------------------------------------------------
+
+
+def _add_feed(app, world):
+    for path, view in feedroutes.ROUTES.items():
+        app.add_url_rule(path, endpoint=path, view_func=functools.partial(_feed, world, view))
+
+
+def _feed(world, view, **values):
+    now_ns = int(world.clock() * targets.SECOND)
+    query = feedviews.Query(values, request.path, now_ns, base_url(world))
+    tags = request.headers.get("If-None-Match", "")
+    reply = feedroutes.respond(connection(world), view, query, request.args.to_dict(flat=False), if_none_match=tags)
+    body = reply.body
+    if reply.template:
+        body = render_template(reply.template, mode=world.settings.mode, service=world.settings.service_name, **reply.context)
+    return Response(body, reply.status, reply.headers)
 
 
 # -- Sandbox ------------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ import chain
 import db as database
 import deals
 import feedback
+import feedcli
 import keys
 import operations
 import payments
 import settings as configuration
 import spec
+import targets
 import transfers
 import world as worlds
 
@@ -97,6 +99,7 @@ def init():
         keys.create_secrets(settings.secrets_path)
     master_key = next(iter(keys.open_wallets(settings)))
     database.set_meta(db, "master_key", master_key.hex())
+    targets.seed(db, mode=settings.mode, base_url=settings.base_url)
     click.echo(f"Ready: {settings.mode} mode, database {settings.database}, master key {master_key.hex()}.")
 
 
@@ -163,6 +166,12 @@ def sweep(as_json, limit, watch):
         if not watch:
             sys.exit(1 if counts["errors"] else 0)
         time.sleep(watch)
+
+
+# -- The feed -----------------------------------------------------------------------------------------------
+
+for command in (feedcli.facilitators, feedcli.poll, feedcli.prune):
+    main.add_command(command)
 
 
 # -- Deals and disputes -------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ EXPOSED = ", ".join(
         "PAYMENT-REQUIRED", "PAYMENT-RESPONSE", "WWW-Authenticate", "Payment-Receipt", "X-Svc-Invalid-Request",
         "X-Svc-Results-Requested", "X-Svc-Results-Delivered", "X-Svc-Refund", "ETag", "Location", "Retry-After", "Link",
         "RateLimit-Limit", "RateLimit-Policy", "RateLimit-Remaining", "RateLimit-Reset", "Deprecation", "Sunset",
+        "Content-Disposition", "Repr-Digest",
     )
 )  # fmt: skip
 DAY = "public, max-age=86400"

@@ -176,3 +176,123 @@ CREATE TABLE sandbox_authorizations (
   block            INTEGER NOT NULL,
   PRIMARY KEY (authorizer, nonce)
 ) STRICT, WITHOUT ROWID;
+
+-- The feed
+--
+-- Times here are nanoseconds since the Unix epoch, and one counter of them serves all: a check is numbered by its
+-- time `at`, its snapshot event has that same number, its facets the numbers after it in the order of their set,
+-- its removals the numbers after those. So an event's id is its time, ids and times sort alike, a window of time is a
+-- range of ids, and an event that confirms something needs no row at all: a poll that changes nothing writes one
+-- feed_checks row (about 30 bytes) and updates its target, its body and its day.
+
+CREATE TABLE feed_targets (
+  target        INTEGER PRIMARY KEY,
+  id            TEXT NOT NULL UNIQUE,
+  name          TEXT NOT NULL,
+  base_url      TEXT,                                          -- null: known by name only, pending
+  host          TEXT,                                          -- of base_url: one request a host at a time
+  headers       TEXT NOT NULL DEFAULT '{}' CHECK (json_valid(headers)),  -- ${NAME} stands for an environment variable
+  loopback      INTEGER NOT NULL DEFAULT 0 CHECK (loopback IN (0, 1)),
+  enabled       INTEGER NOT NULL DEFAULT 0 CHECK (enabled IN (0, 1)),
+  retired       INTEGER NOT NULL DEFAULT 0 CHECK (retired IN (0, 1)),    -- removed, but its history stays
+  interval_s    INTEGER NOT NULL CHECK (interval_s BETWEEN 60 AND 86400),
+  due_at        INTEGER NOT NULL DEFAULT 0,
+  hold_until    INTEGER NOT NULL DEFAULT 0,                    -- Retry-After
+  claimed_until INTEGER NOT NULL DEFAULT 0,                    -- the lease of a poll under way, and its token
+  etag          TEXT,                                          -- of the latest valid answer, if it carried one
+  last_check    INTEGER,                                       -- at of the latest check of any outcome
+  last_valid    INTEGER REFERENCES feed_checks (at),
+  last_complete INTEGER REFERENCES feed_checks (at),
+  changes       INTEGER NOT NULL DEFAULT 0                     -- change events so far
+) STRICT;
+
+CREATE TABLE feed_facets (
+  facet    INTEGER PRIMARY KEY,
+  id       TEXT NOT NULL UNIQUE,
+  category TEXT NOT NULL CHECK (category IN ('kind', 'extension')),
+  version  INTEGER,
+  scheme   TEXT,
+  network  TEXT,
+  name     TEXT,
+  CHECK (CASE category WHEN 'kind' THEN version + length(scheme) + length(network) IS NOT NULL AND name IS NULL
+                       ELSE name IS NOT NULL AND version IS NULL END)
+) STRICT;
+
+CREATE TABLE feed_sets (
+  facet_set INTEGER PRIMARY KEY,
+  sha256    BLOB NOT NULL UNIQUE,                              -- of its facet ids in order
+  size      INTEGER NOT NULL,
+  facets    TEXT NOT NULL                                      -- JSON array of feed_facets.facet, in order
+) STRICT;
+
+CREATE TABLE feed_outcomes (
+  outcome     INTEGER PRIMARY KEY,
+  reason      TEXT NOT NULL,
+  http_status INTEGER,
+  facet_set   INTEGER REFERENCES feed_sets (facet_set),        -- null: no valid declaration
+  complete    INTEGER NOT NULL CHECK (complete IN (0, 1)),     -- every entry understood
+  note        TEXT NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX feed_outcomes_once
+  ON feed_outcomes (reason, coalesce(http_status, 0), coalesce(facet_set, 0), complete, note);
+
+CREATE TABLE feed_bodies (
+  body    INTEGER PRIMARY KEY,
+  sha256  BLOB NOT NULL UNIQUE,
+  size    INTEGER NOT NULL,
+  content BLOB,                                                -- zlib; null once thinned
+  kept    INTEGER NOT NULL CHECK (kept IN (0, 1)),             -- it shows a change: never thinned
+  last_at INTEGER NOT NULL                                     -- the last check that received it
+) STRICT;
+CREATE INDEX feed_bodies_to_thin ON feed_bodies (last_at) WHERE kept = 0 AND content IS NOT NULL;
+
+CREATE TABLE feed_checks (                                     -- valid answers: these have events
+  at      INTEGER PRIMARY KEY,
+  target  INTEGER NOT NULL REFERENCES feed_targets (target),
+  ms      INTEGER NOT NULL,
+  outcome INTEGER NOT NULL REFERENCES feed_outcomes (outcome),
+  body    INTEGER NOT NULL REFERENCES feed_bodies (body),
+  changes INTEGER NOT NULL                                     -- rows of feed_changes that belong to it
+) STRICT;
+CREATE INDEX feed_checks_by_target ON feed_checks (target);            -- and by at, which is the rowid
+
+CREATE TABLE feed_failures (                                   -- everything else: no events, so never in a page's way
+  at      INTEGER PRIMARY KEY,
+  target  INTEGER NOT NULL REFERENCES feed_targets (target),
+  ms      INTEGER,
+  outcome INTEGER NOT NULL REFERENCES feed_outcomes (outcome),
+  body    INTEGER REFERENCES feed_bodies (body)
+) STRICT;
+
+CREATE TABLE feed_changes (
+  id     INTEGER PRIMARY KEY,                                  -- of the event
+  at     INTEGER NOT NULL REFERENCES feed_checks (at),
+  target INTEGER NOT NULL REFERENCES feed_targets (target),
+  facet  INTEGER NOT NULL REFERENCES feed_facets (facet),
+  change TEXT NOT NULL CHECK (change IN ('first_seen', 'removed', 'returned'))
+) STRICT;
+CREATE INDEX feed_changes_by_change ON feed_changes (change);
+CREATE INDEX feed_changes_by_target ON feed_changes (target);
+CREATE INDEX feed_changes_by_both ON feed_changes (target, change);
+
+CREATE TABLE feed_capabilities (
+  target         INTEGER NOT NULL REFERENCES feed_targets (target),
+  facet          INTEGER NOT NULL REFERENCES feed_facets (facet),
+  first_seen     INTEGER NOT NULL,                             -- id of that event
+  last_confirmed INTEGER,                                      -- id of that event; null: by the target's last_valid check
+  missing_at     INTEGER,                                      -- the latest complete check without it
+  removed_at     INTEGER,                                      -- the first of the two complete checks without it
+  removed_by     INTEGER,                                      -- the second of them
+  PRIMARY KEY (target, facet),
+  CHECK ((removed_at IS NULL) = (removed_by IS NULL))
+) STRICT, WITHOUT ROWID;
+CREATE INDEX feed_capabilities_by_facet ON feed_capabilities (facet);
+
+CREATE TABLE feed_days (
+  target    INTEGER NOT NULL REFERENCES feed_targets (target),
+  day       INTEGER NOT NULL,                                  -- days since the Unix epoch
+  checks    INTEGER NOT NULL,
+  valid     INTEGER NOT NULL,
+  reachable INTEGER NOT NULL,
+  PRIMARY KEY (target, day)
+) STRICT, WITHOUT ROWID;

@@ -10,6 +10,7 @@ import deals
 import discovery
 import documents
 import facilitators
+import feed
 import keys
 import limits
 import protocols
@@ -65,6 +66,7 @@ def build(settings, db, *, clock=time.time):
         counters=lambda: database.here(settings.database, limits.connect),
         receipt_key=receipt_key,
         clock=clock,
+        declares=lambda url: feed.declares(connect(), url),
     )  # fmt: skip
 
 

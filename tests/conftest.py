@@ -16,6 +16,7 @@ import keys
 import settings as configuration
 import transfers
 import world as worlds
+from feedkit import reader  # noqa: F401 (fixture)
 from parties import Buyer, Seller
 
 from evm.rig import anvil, facilitator, pytest_terminal_summary  # noqa: E402, F401 (fixtures)
