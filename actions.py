@@ -40,8 +40,10 @@ def act(db, world, deal_id, action, body, *, client):
     now = world.now()
     with database.transaction(db):
         deals.apply_due(db, deal_id, now=now, treasury=world.treasury)
-        done = _repeated(db, deal_id, action, actor, content) or _carry_out(
-            db, world, deal_id, action, actor, values, content, now=now
+        proved, deal = deal, deals.find(db, deal_id)
+        done = deal["attempt"] == proved["attempt"] and (  # the next attempt may have another buyer
+            _repeated(db, deal_id, action, actor, content)
+            or _carry_out(db, world, deal_id, action, actor, values, content, now=now)
         )
         deal = deals.find(db, deal_id)
     if not done:
@@ -188,8 +190,7 @@ def _prove(world, deal, action, fields, body, *, client):
 
 def _signed(world, account, digest, signature):
     """Whether ``account`` signed ``digest``: as its own key, or as a contract wallet (ERC-1271)."""
-    signature = chain.tidy_signature(signature)
-    if chain.signer(digest, signature) == account:
+    if chain.signer(digest, chain.tidy_signature(signature)) == account:
         return True
     try:
         return world.ledger.signed_by_contract(account, digest, signature)

@@ -15,25 +15,19 @@ import db as database
 import deals
 import feedroutes
 import feedviews
-import operations
+import pages
 import payments
 import sandbox
 import settings as configuration
 import spec
 import targets
 import world as worlds
+from answers import BODY_CAP, base_url, body_bytes, client, conditional, connection, json_body, respond, too_large
 from deals import Refusal
 
-BODY_CAP = 65536
-EXPOSED = ", ".join(
-    (
-        "PAYMENT-REQUIRED", "PAYMENT-RESPONSE", "WWW-Authenticate", "Payment-Receipt", "X-Svc-Invalid-Request",
-        "X-Svc-Results-Requested", "X-Svc-Results-Delivered", "X-Svc-Refund", "ETag", "Location", "Retry-After", "Link",
-        "RateLimit-Limit", "RateLimit-Policy", "RateLimit-Remaining", "RateLimit-Reset", "Deprecation", "Sunset",
-        "Content-Disposition", "Repr-Digest",
-    )
-)  # fmt: skip
-ALLOWED = "Content-Type, Authorization, PAYMENT-SIGNATURE, Idempotency-Key, If-None-Match"
+ALLOWED = (
+    "Content-Type, Authorization, PAYMENT-SIGNATURE, Idempotency-Key, If-None-Match, MCP-Protocol-Version, Mcp-Method, Mcp-Name"
+)
 log = logging.getLogger("deals")
 
 
@@ -45,42 +39,25 @@ def create_app(settings=None, world=None):
         database.check(db, mode=settings.mode)
         world = worlds.build(settings, db)
         db.close()  # every worker opens its own after the fork
-    spec.compile_all("DealRequest", *actions.SCHEMAS.values())
-    app = Flask("deals")
+    spec.compile_all("DealRequest", "FeedbackRequest", *actions.SCHEMAS.values())
+    app = Flask("deals", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = BODY_CAP + 1  # one more, to notice where a chunked body was cut
     app.json.sort_keys = False
     app.world = world
     if settings.proxies:
         app.wsgi_app = ProxyFix(app.wsgi_app, x_for=settings.proxies, x_proto=0, x_host=0, x_prefix=0)
-    _add_errors(app)
+    _add_errors(app, world)
     _add_deals(app, world)
     _add_feed(app, world)
+    pages.register(app, world)
     if settings.sandbox:
         _add_sandbox(app, world)
-    app.after_request(_cors)
+    app.after_request(_preflight)
     return app
 
 
-def connection(world):
-    """Return this thread's database connection."""
-    return database.here(world.settings.database)
-
-
-def base_url(world):
-    """Return the service's public address: configured, or in the sandbox the one the client called."""
-    return world.settings.base_url or request.host_url.rstrip("/")
-
-
-def respond(value, status=200, headers=None):
-    """Return a JSON response from a value or from ready bytes."""
-    body = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
-    return Response(body, status, headers, content_type="application/json")
-
-
-def _cors(response):
-    """Let pages of any origin read and pay; there are no cookies that this could expose."""
-    response.headers["Access-Control-Allow-Origin"] = "*"
-    response.headers["Access-Control-Expose-Headers"] = EXPOSED
+def _preflight(response):
+    """Say what a page of another origin may send."""
     if request.method == "OPTIONS":
         response.headers["Access-Control-Allow-Headers"] = ALLOWED
         response.headers["Access-Control-Allow-Methods"] = response.headers.get("Allow", "GET, POST, OPTIONS")
@@ -91,10 +68,15 @@ def _cors(response):
 # -- Errors -------------------------------------------------------------------------------------------------
 
 
-def _add_errors(app):
+def _add_errors(app, world):
     @app.errorhandler(Refusal)
     def refused(refusal):
-        return respond(refusal.body(), refusal.status, refusal.headers)
+        page = f"/docs/errors/{refusal.code}"
+        try:
+            page = base_url(world) + page
+        except Refusal:
+            pass  # a Host header that is none
+        return respond({**refusal.body(), "docs": page}, refusal.status, refusal.headers)
 
     @app.errorhandler(HTTPException)
     def http_error(error):
@@ -120,7 +102,7 @@ def _as_refusal(error):
         allowed = ", ".join(sorted(error.valid_methods or ()))
         return Refusal("method_not_allowed", f"This path takes {allowed}.", headers={"Allow": allowed})
     if isinstance(error, RequestEntityTooLarge):
-        return _too_large()
+        return too_large()
     return Refusal("invalid_request", error.description or "The request is malformed.", status=error.code)
 
 
@@ -139,55 +121,11 @@ def _add_deals(app, world):
         body, etag = actions.read(connection(world), world, deal_id)
         return conditional(body, etag)
 
-    @app.post("/v1/deals/<deal_id>/<action>")
+    @app.post(f"/v1/deals/<deal_id>/<any({', '.join(actions.ACTORS)}):action>")
     def act(deal_id, action):
-        if action not in actions.ACTORS:
-            raise NotFound
-        row = actions.act(connection(world), world, deal_id, action, json_body(), client=request.remote_addr or "")
+        row = actions.act(connection(world), world, deal_id, action, json_body(), client=client())
         body, etag = actions.rendered(connection(world), world, row)
         return respond(body, headers={"ETag": etag, "Cache-Control": "no-store"})
-
-    @app.get("/health")
-    def health():
-        fit, facts = operations.health(connection(world), world)
-        return respond(facts, 200 if fit else 503, {"Cache-Control": "no-store"})
-
-    @app.get("/openapi.json")
-    def openapi():
-        return respond(spec.served(base_url(world)))
-
-
-def conditional(body, etag, content_type="application/json", cache="no-cache"):
-    """Return a response with a strong ETag, or 304 when the client already has it."""
-    headers = {"ETag": etag, "Cache-Control": cache}
-    if request.if_none_match.contains_weak(etag.strip('"')):
-        return Response(status=304, headers=headers)
-    return Response(body, 200, headers, content_type=content_type)
-
-
-def _too_large():
-    return Refusal("body_too_large", f"The body is over {BODY_CAP} bytes; nothing was charged.")
-
-
-def body_bytes():
-    """Return the request's body; refuses with body_too_large without reading on, also when it has no length."""
-    data = request.get_data(cache=False)
-    if len(data) > BODY_CAP:
-        raise _too_large()
-    return data
-
-
-def json_body():
-    """Return the JSON object of a request body; an empty body is an empty object."""
-    data = body_bytes()
-    if not data:
-        return {}
-    if request.mimetype != "application/json":
-        raise Refusal("unsupported_media_type", "Send the body as application/json.")
-    try:
-        return chain.read_json(data)
-    except ValueError as error:
-        raise Refusal("invalid_request", f"The body cannot be read: {error}.") from None
 
 
 def _paid_call(world):
@@ -207,7 +145,7 @@ def _paid_call(world):
         signatures=tuple(request.headers.getlist("PAYMENT-SIGNATURE")),
         authorizations=tuple(request.headers.getlist("Authorization")),
         idempotency_key=key,
-        client=request.remote_addr or "",
+        client=client(),
     )
 
 
@@ -216,14 +154,15 @@ def _paid_call(world):
 
 def _add_feed(app, world):
     for path, view in feedroutes.ROUTES.items():
-        app.add_url_rule(path, endpoint=path, view_func=functools.partial(_feed, world, view))
+        app.add_url_rule(path, path, functools.partial(_feed, world, view))
 
 
 def _feed(world, view, **values):
-    now_ns = int(world.clock() * targets.SECOND)
-    query = feedviews.Query(values, request.path, now_ns, base_url(world))
+    query = feedviews.Query(values, request.path, int(world.clock() * targets.SECOND), base_url(world))
     tags = request.headers.get("If-None-Match", "")
     reply = feedroutes.respond(connection(world), view, query, request.args.to_dict(flat=False), if_none_match=tags)
+    if reply.policy:
+        request.environ["deals.policy"] = reply.policy
     body = reply.body
     if reply.template:
         body = render_template(reply.template, mode=world.settings.mode, service=world.settings.service_name, **reply.context)
@@ -242,23 +181,17 @@ def _add_sandbox(app, world):
 
     @app.post("/sandbox/<any(verify, settle):verb>")
     def facilitate(verb):
-        return respond(facilitator.answer(verb, json_body()))
+        return respond(facilitator.answer(verb, spec.check("FacilitatorRequest", json_body())))
 
     @app.post("/sandbox/faucet")
     def faucet():
-        body = spec.check("FaucetRequest", json_body())
-        db = connection(world)
-        with database.transaction(db):
-            sandbox.mint(db, body["address"].lower(), deals.units(body.get("amount_usd", "1000")))
-        units = sandbox.balance(db, body["address"].lower())
-        return respond({"address": chain.checksum(body["address"].lower()), "balance_usd": deals.usd(units)})
+        return respond(sandbox.faucet(connection(world), spec.check("FaucetRequest", json_body())))
 
     @app.get("/sandbox/balances/<address>")
     def balance(address):
         if not chain.is_address(address):
             raise Refusal("invalid_request", "The address must be 0x and 40 hex digits with a right checksum.")
-        units = sandbox.balance(connection(world), address.lower())
-        return respond({"address": chain.checksum(address.lower()), "balance_usd": deals.usd(units)})
+        return respond(sandbox.holding(connection(world), address))
 
     @app.post("/sandbox/deals/<deal_id>/skip")
     def skip(deal_id):

@@ -3,6 +3,7 @@
 Addresses are lower-case ``0x`` hex everywhere inside the service; :func:`checksum` is for what others read.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,6 +26,8 @@ DOMAIN_TYPE = keccak(b"EIP712Domain(string name,string version,uint256 chainId,a
 AUTHORIZATION_USED = "0x" + keccak(b"AuthorizationUsed(address,bytes32)").hex()
 TRANSFER = "0x" + keccak(b"Transfer(address,address,uint256)").hex()
 ERC1271_MAGIC = keccak(b"isValidSignature(bytes32,bytes)")[:4]
+# Words of a node for a call that the contract itself failed; any other error, such as a rate limit, says nothing.
+CALL_FAILED = re.compile(r"revert|out ?of ?gas|gas required|opcode|jump|stack (under|over)flow|evm error", re.IGNORECASE)
 
 
 def sha256(data):
@@ -48,14 +51,14 @@ def read_json(data):
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
+    if exchange.too_deep(text):
+        raise ValueError("it is nested too deeply")
     try:
         value = json.loads(
             text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_small_int
         )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError:
         raise ValueError("it contains a lone surrogate") from None
     except json.JSONDecodeError:
@@ -260,6 +263,15 @@ class ChainUnknown(Exception):
     """The chain could not be read. Says nothing about what is on it."""
 
 
+@contextlib.contextmanager
+def _well_formed():
+    """Take an answer of another shape than the node's interface has for no answer."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ChainUnknown("the node's answer does not have the shape it should") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Head:
     """A block: its number and its time in Unix seconds."""
@@ -268,12 +280,18 @@ class Head:
     time: int
 
 
+LOG_RANGE = 2_000  # blocks that one eth_getLogs may span at any public node
+LOG_PAGES = 50  # and how many such calls one search is worth: more than two days of blocks
+DAY_BLOCKS = 43_200
+
+
 class Ledger:
     """Read one token on one chain over JSON-RPC. Every method may raise :class:`ChainUnknown`."""
 
     def __init__(self, url, token, *, seconds=8.0):
         self.url, self.token, self.seconds = url, token, seconds
 
+    @_well_formed()
     def head(self, *, depth=0):
         """Return the newest block, or the one ``depth`` blocks below it."""
         (block,) = self._ask(("eth_getBlockByNumber", ["latest", False]))
@@ -323,6 +341,7 @@ class Ledger:
         """Return the hash of the transaction that used ``authorization`` and moved its money, or None."""
         return hint and self._by_hint(authorization, hint)[1] or self._search(authorization, since)
 
+    @_well_formed()
     def _by_hint(self, authorization, hint):
         """Return (units at the payee, the hash if it really is this authorization's transaction, or None)."""
         balance = self._call("70a08231" + _word(authorization.to).hex(), None)
@@ -331,19 +350,30 @@ class Ledger:
         units, receipt = self._ask(balance, ("eth_getTransactionReceipt", [hint]))
         return _int(units), hint.lower() if self._proves(receipt, authorization) else None
 
+    @_well_formed()
     def _search(self, authorization, since):
-        """Find the transaction by the token's own log. The range is bounded, since nodes refuse wide ones."""
+        """Find the transaction by the token's own log, in ranges that nodes accept and no more than a few of them."""
         head = self.head()
         blocks = lambda moment: head.number - (head.time - moment) // 2  # Base makes a block every two seconds
         first = max(0, blocks(since) - 100)
         last = min(head.number, max(blocks(authorization.valid_before) + 100, first + 1000))
+        found = self._logs(authorization, first, last)
+        if found or not self.used([(authorization.payer, authorization.nonce)])[0]:
+            return found
+        # It is used, and not where our clock puts it: the clock may have been a day off when it gave us ``since``.
+        return self._logs(authorization, max(0, first - DAY_BLOCKS), min(head.number, last + DAY_BLOCKS))
+
+    def _logs(self, authorization, first, last):
+        """Look through the blocks from ``last`` back to ``first``, or as far back as LOG_PAGES reach."""
         topics = [AUTHORIZATION_USED, "0x" + _word(authorization.payer).hex(), authorization.nonce]
-        where = {"fromBlock": hex(first), "toBlock": hex(last), "address": self.token.address, "topics": topics}
-        (logs,) = self._ask(("eth_getLogs", [where]))
-        for log in logs:
-            (receipt,) = self._ask(("eth_getTransactionReceipt", [log["transactionHash"]]))
-            if self._proves(receipt, authorization):
-                return log["transactionHash"].lower()
+        for top in range(last, first - 1, -LOG_RANGE)[:LOG_PAGES]:
+            where = {"fromBlock": hex(max(first, top - LOG_RANGE + 1)), "toBlock": hex(top),
+                     "address": self.token.address, "topics": topics}  # fmt: skip
+            (logs,) = self._ask(("eth_getLogs", [where]))
+            for log in logs:
+                (receipt,) = self._ask(("eth_getTransactionReceipt", [log["transactionHash"]]))
+                if self._proves(receipt, authorization):
+                    return log["transactionHash"].lower()
         return None
 
     def _proves(self, receipt, authorization):
@@ -370,6 +400,7 @@ class Ledger:
             raise ChainUnknown("the node's answer is not JSON-RPC")
         return None
 
+    @_well_formed()
     def signed_by_contract(self, account, digest, signature):
         """Whether ``account`` is a contract wallet that accepts ``signature`` for ``digest`` (ERC-1271)."""
         data = ERC1271_MAGIC + digest + _word(64) + _dynamic(bytes.fromhex(signature[2:]))
@@ -378,9 +409,14 @@ class Ledger:
             return False
         body = {"to": account, "data": "0x" + data.hex()}
         answer = self._post({"jsonrpc": "2.0", "id": 1, "method": "eth_call", "params": [body, "latest"]})
-        if not isinstance(answer, dict):
+        if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+            message = str(answer["error"].get("message", ""))
+            if CALL_FAILED.search(message):
+                return False
+            raise ChainUnknown(message[:200])
+        if not isinstance(answer, dict) or "result" not in answer:
             raise ChainUnknown("the node's answer is not JSON-RPC")
-        return str(answer.get("result", ""))[:10] == "0x" + ERC1271_MAGIC.hex()
+        return str(answer["result"])[:10] == "0x" + ERC1271_MAGIC.hex()
 
     def _call(self, data, at):
         return ("eth_call", [{"to": self.token.address, "data": "0x" + data}, "latest" if at is None else hex(at)])

@@ -13,6 +13,7 @@ import click
 import chain
 import db as database
 import deals
+import feedback
 import feedcli
 import keys
 import operations
@@ -271,12 +272,12 @@ def resolve_dispute(deal_id, outcome, note, seller_usd, yes):
     deal = deals.get(db, deal_id)
     if (outcome == "split") != (seller_usd is not None):
         raise click.UsageError("--seller-usd goes with split, and split needs it.")
-    units = _usd(seller_usd) if seller_usd else deal["amount_units"] * (outcome == "release")
+    units = deal["amount_units"] * (outcome == "release") if seller_usd is None else _usd(seller_usd)
+    operations.resolve_dispute(db, world, deal_id, outcome, note=note, seller_units=units, act=yes)
     parts = f"seller {deals.usd(units)}, buyer {deals.usd(deal['amount_units'] - units)}"
     if not yes:
         click.echo(f"Would decide {deal_id}: {outcome} ({parts}). Nothing was done; add --yes to act.")
         return
-    operations.resolve_dispute(db, world, deal_id, outcome, note=note, seller_units=units)
     click.echo(f"Decided {deal_id}: {outcome} ({parts}).")
 
 
@@ -322,7 +323,7 @@ def audit(as_json):
 @click.option("--to", "payee", required=True, help="The address the money came from.")
 @click.option("--yes", is_flag=True, help="Really return it.")
 def recover(terms_file, payee, yes):
-    """Return money at the deposit of a request body (JSON) that never became a deal."""
+    """Return stray money at the deposit of a request body (JSON): of no deal, or of one long over."""
     _, db, world = _open()
     terms, refusal = payments.read_body(world, terms_file.read(), "application/json")
     if refusal:
@@ -351,6 +352,61 @@ def rotate_secret():
     """Make a fresh MPP challenge secret; restart the service afterwards. Challenges already issued stay good."""
     keys.rotate_secret(configuration.load().secrets_path)
     click.echo("Rotated; restart the service.")
+
+
+@main.command()
+def mcp():
+    """Serve the MCP tools over stdio: one JSON-RPC message a line, in and out."""
+    import pages
+    import tools
+
+    settings, db, world = _open()
+    surface = pages.Surface(world)
+    caller = surface.caller(db, settings.base_url or "http://127.0.0.1:8402", "stdio")
+    for line in sys.stdin.buffer:
+        if line.strip():
+            _, answer = tools.answer(caller, line)
+            if answer is not None:
+                sys.stdout.write(json.dumps(answer, separators=(",", ":")) + "\n")
+                sys.stdout.flush()
+
+
+# -- Feedback -----------------------------------------------------------------------------------------------
+
+
+@main.group(name="feedback")
+def notes():
+    """What agents and people tell the operators."""
+
+
+@notes.command(name="list")
+@click.option("--all", "everything", is_flag=True, help="Also the notes that are done.")
+@click.option("--limit", default=100, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def list_notes(everything, limit, as_json):
+    """List the notes that wait to be read, oldest first."""
+    _, db, _ = _open()
+    rows = feedback.notes(db, everything=everything, limit=limit)
+    if as_json:
+        _print([{**dict(row), "at": deals.timestamp(row["at"]), "done_at": deals.timestamp(row["done_at"])} for row in rows])
+    else:
+        lines = [(row["id"], deals.timestamp(row["at"]), row["contact"], row["deal_id"], _one_line(row["message"])) for row in rows]
+        table(["id", "at", "contact", "deal", "message"], lines)
+
+
+@notes.command(name="done")
+@click.argument("ids", nargs=-1, required=True)
+def finish_notes(ids):
+    """Mark notes as dealt with."""
+    _, db, world = _open()
+    for note in ids:
+        feedback.done(db, note, now=world.now())
+        click.echo(f"{note} is done.")
+
+
+def _one_line(text):
+    """Show a stranger's text on one line, without anything a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 @main.command()

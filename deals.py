@@ -12,6 +12,7 @@ import chain
 ENDED = ("released", "refunded", "split")
 HOUR = 3600
 GUARANTEE_GRACE = 7 * 24 * HOUR  # how long after the last possible decision the refund guarantee becomes valid
+DEFAULT_HOURS = 24  # to deliver, and to review, when the buyer does not say
 LEG_LIFE = 10 * 365 * 24 * HOUR  # a payout is a check that stays good; the nonce, not the date, stops a second one
 SMALLEST_TRANSFER = 10_000  # refunds under a cent are not sent
 
@@ -83,10 +84,10 @@ class Terms:
         return "deal_" + base64.b32encode(digest[:16]).decode().rstrip("=").lower()
 
 
-def terms(body, *, default_hours=24):
+def terms(body):
     """Build Terms from a body that has passed the published schema. Amounts become exact base units."""
     instant = body.get("instant", False)
-    hours = 1 if instant else default_hours
+    hours = 1 if instant else DEFAULT_HOURS
     return Terms(
         amount_units=units(body["amount_usd"]),
         seller_address=body["seller_address"].lower(),
@@ -301,11 +302,14 @@ def get(db, deal_id):
     return row
 
 
-def open_attempt(db, deal_terms, *, deal_id, deposit, master_key, price_units, buyer, decide_hours, now):
+def open_attempt(
+    db, deal_terms, *, deal_id, deposit, master_key, price_units, buyer, decide_hours, now, takes_over=None
+):
     """Create the deal as ``pending``, or take up a lapsed one again. Returns the attempt's number or None.
 
     None: the deal exists and has not lapsed, or money of an earlier attempt is still on its way back, so
-    this payment must not start it.
+    this payment must not start it. ``takes_over`` is the attempt that is known to be dead for certain: only
+    that one may be followed by another buyer's, so that the money of two payers never meets in one deposit.
     """
     assert db.in_transaction
     row = db.execute(
@@ -314,15 +318,15 @@ def open_attempt(db, deal_terms, *, deal_id, deposit, master_key, price_units, b
         " VALUES (:id, 'pending', :master_key, :terms, :deposit, :amount, :price, :seller, :buyer, :secret_hash, :ref,"
         " :instant, :deadline_hours, :review_hours, :decide_hours, :now, :now + 60)"
         " ON CONFLICT (id) DO UPDATE SET state = 'pending', attempt = attempt + 1, buyer_address = :buyer,"
-        " price_units = :price, created_at = :now, ended_at = NULL, look_at = :now + 60"
-        " WHERE state = 'lapsed' AND NOT EXISTS"
+        " price_units = :price, decide_hours = :decide_hours, created_at = :now, ended_at = NULL, look_at = :now + 60"
+        " WHERE state = 'lapsed' AND (buyer_address = :buyer OR attempt = :takes_over) AND NOT EXISTS"
         " (SELECT 1 FROM transfers WHERE deal_id = :id AND next_at IS NOT NULL) RETURNING attempt",
         {
             "id": deal_id, "master_key": master_key.hex(), "terms": deal_terms.canonical.decode(),
             "deposit": deposit, "amount": deal_terms.amount_units, "price": price_units,
             "seller": deal_terms.seller_address, "buyer": buyer, "secret_hash": deal_terms.secret_hash,
             "ref": deal_terms.ref, "instant": int(deal_terms.instant), "deadline_hours": deal_terms.deadline_hours,
-            "review_hours": deal_terms.review_hours, "decide_hours": decide_hours, "now": now,
+            "review_hours": deal_terms.review_hours, "decide_hours": decide_hours, "now": now, "takes_over": takes_over,
         },
     ).fetchone()  # fmt: skip
     if row is None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import threading
 import time
 
@@ -11,6 +12,8 @@ from requests.adapters import HTTPAdapter
 
 CONNECT_SECONDS = 5.0
 CAP = 1 << 20  # bytes of an answer that are read at most
+DEEPEST = 100
+_STRUCTURE = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
 class Unreachable(Exception):
@@ -75,10 +78,33 @@ def _read(response):
 def _json(body):
     """Parse an answer whatever its status was; anything but an object or a list is no answer at all."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
+        text = body.decode()
+        value = None if too_deep(text) else json.loads(text)
+    except ValueError:
         return None
     return value if isinstance(value, (dict, list)) else None
+
+
+def too_deep(text):
+    """Whether JSON text nests deeper than anything we speak.
+
+    Not left to RecursionError: a library that we use raises the interpreter's limit far beyond what its stack bears,
+    so that hostile nesting would end the process.
+    """
+    if text.count("[") + text.count("{") <= DEEPEST:
+        return False
+    depth, inside = 0, False
+    for found in _STRUCTURE.finditer(text):
+        mark = found[0]
+        if mark == '"':
+            inside = not inside
+        elif not inside and mark in "[{":
+            depth += 1
+            if depth > DEEPEST:
+                return True
+        elif not inside and mark in "]}":
+            depth -= 1
+    return False
 
 
 def _session():

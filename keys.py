@@ -3,9 +3,9 @@
 import json
 import os
 import secrets
+import sys
 
 import coincurve
-from eth_account import Account
 
 import chain
 
@@ -20,7 +20,7 @@ def create_wallet(path, passphrase, *, sandbox=False):
     """Make a master key in a new encrypted keystore file; returns its public key M (33 bytes)."""
     secret = secrets.token_bytes(32)
     rounds = {"kdf": "pbkdf2", "iterations": 1000} if sandbox else {}
-    _write(path, json.dumps(Account.encrypt(secret, passphrase, **rounds)))
+    _write(path, json.dumps(_account().encrypt(secret, passphrase, **rounds)))
     return coincurve.PublicKey.from_secret(secret).format()
 
 
@@ -31,13 +31,25 @@ def open_wallets(settings):
     for path in settings.wallets:
         try:
             with open(path, encoding="utf-8") as file:
-                secret = bytes(Account.decrypt(json.load(file), passphrase))
+                secret = bytes(_account().decrypt(json.load(file), passphrase))
         except FileNotFoundError:
             raise Locked(f"The wallet {path} does not exist: run `python cli.py init`, or set DEALS_WALLET.") from None
         except ValueError as error:
             raise Locked(f"The wallet {path} does not open ({error}): check the passphrase.") from None
         found[coincurve.PublicKey.from_secret(secret).format()] = secret
     return found
+
+
+def _account():
+    """Import the keystore's library when a wallet is opened: the web process never needs it.
+
+    One of its parts raises the interpreter's recursion limit beyond what the stack bears; this puts it back.
+    """
+    limit = sys.getrecursionlimit()
+    from eth_account import Account
+
+    sys.setrecursionlimit(limit)
+    return Account
 
 
 def create_secrets(path):

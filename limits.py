@@ -4,14 +4,21 @@ They live in a file of their own beside the database, without durability: none o
 """
 
 import contextlib
+import functools
+import ipaddress
+import math
 import os
 import sqlite3
+import zlib
 
 import db as database
 from deals import Refusal
 
 SLOT_SECONDS = 90  # a slot whose worker died without a trace is free again after this
 PROOFS, PROOF_SECONDS = 10, 60
+FREE_MOST, FREE_SECONDS = 120, 60
+NOTES_MOST, NOTES_SECONDS = 10, 3600
+PARTS = 8  # files that the sliding log is spread over
 FAILURES, FAILURE_SECONDS, REST_SECONDS = 5, 60, 30  # so many failures in such a time rest a facilitator that long
 
 TABLES = """
@@ -26,18 +33,44 @@ CREATE TABLE IF NOT EXISTS circuits (
 """
 
 
+VISITS = """
+CREATE TABLE IF NOT EXISTS visits (client TEXT NOT NULL, at REAL NOT NULL, until REAL NOT NULL) STRICT;
+CREATE INDEX IF NOT EXISTS visits_by ON visits (client, until);
+CREATE INDEX IF NOT EXISTS visits_until ON visits (until);
+-- Every visit clears two that are over, so the log never outgrows its window and no visit pays for many.
+CREATE TRIGGER IF NOT EXISTS visits_over AFTER INSERT ON visits BEGIN
+  DELETE FROM visits WHERE rowid IN (SELECT rowid FROM visits WHERE until <= new.at ORDER BY until LIMIT 2);
+END;
+"""
+
+
 def connect(database_path):
     """Open the counters that belong to the database at ``database_path``, making the file if need be."""
-    path = f"{database_path}.counters"
+    return _open(f"{database_path}.counters", TABLES)
+
+
+def log(database_path, client):
+    """Return this thread's connection to the part of the sliding log that has this client.
+
+    Parts, because a lock on one file for every document would make all workers wait for each other.
+    """
+    return database.here(f"{database_path}.visits-{zlib.crc32(client.encode()) % PARTS}", _open_part)
+
+
+def _open_part(path):
+    return _open(path, VISITS)
+
+
+def _open(path, tables):
     try:
         counters = database.connect(path, durable=False)
-        counters.executescript(TABLES)
+        counters.executescript(tables)
     except sqlite3.DatabaseError:
         # It may be lost, and a crash may have torn it: start anew rather than refuse paying customers.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         counters = database.connect(path, durable=False)
-        counters.executescript(TABLES)
+        counters.executescript(tables)
     return counters
 
 
@@ -105,6 +138,57 @@ def wrong_proof(counters, deal_id, client, *, now):
     counters.execute(
         "INSERT INTO wrong_proofs (deal_id, client, at) VALUES (:deal, :client, :now)",
         {"deal": deal_id, "client": client, "now": now},
+    )
+
+
+# -- The sliding log of the free documents and of feedback -----------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def client_key(address):
+    """Return what counts as one client: an IPv4 address, or the /64 that one IPv6 subscriber holds."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address[:64]
+    if ip.version == 6 and ip.ipv4_mapped:
+        return str(ip.ipv4_mapped)
+    return str(ip) if ip.version == 4 else f"{ipaddress.ip_network((ip, 64), strict=False).network_address}/64"
+
+
+def visit(part, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
+    """Count one request of a client in its :func:`log`, if it has fewer than ``most`` in the last ``seconds``.
+
+    Returns (admitted, requests left, seconds until the oldest one expires and a slot opens). Exact across
+    workers, because it is one statement: SQLite lets in one writer at a time, and no Python runs while it
+    holds the lock. A refused request is not counted; a visit far ahead of the clock, which then has been set
+    back, is not either.
+    """
+    values = {
+        "client": client, "now": now, "until": now + seconds, "ahead": now + 2 * seconds, "most": most,
+    }  # fmt: skip
+    row = part.execute(
+        "INSERT INTO visits (client, at, until) SELECT :client, :now, :until WHERE"
+        " (SELECT count(*) FROM visits WHERE client = :client AND until > :now AND until <= :ahead) < :most"
+        " RETURNING (SELECT count(*) FROM visits WHERE client = :client AND until > :now AND until <= :ahead) AS count,"
+        " (SELECT min(until) FROM visits WHERE client = :client AND until > :now) AS opens",
+        values,
+    ).fetchone()
+    if row:
+        return True, most - row["count"], max(1, math.ceil(row["opens"] - now))
+    opens = part.execute(
+        "SELECT min(until) AS opens FROM visits WHERE client = :client AND until > :now", {"client": client, "now": now}
+    ).fetchone()["opens"]
+    return False, 0, max(1, math.ceil((opens or now) - now))
+
+
+def free_headers(left, reset):
+    """Return the four headers of a free document's answer."""
+    return (
+        ("RateLimit-Limit", str(FREE_MOST)),
+        ("RateLimit-Policy", f"{FREE_MOST};w={FREE_SECONDS}"),
+        ("RateLimit-Remaining", str(left)),
+        ("RateLimit-Reset", str(reset)),
     )
 
 

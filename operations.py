@@ -30,12 +30,12 @@ def health(db, world):
         problems.append("the sweep is overdue")
     legs = db.execute(
         "SELECT count(*) AS open, coalesce(sum(status = 'blocked'), 0) AS blocked, coalesce(sum(value_units), 0) AS units,"
-        " coalesce(sum(status = 'sent' AND created_at <= :old), 0) AS stuck FROM transfers WHERE next_at IS NOT NULL"
-        " AND leg <> 'guarantee'",
+        " coalesce(sum((status = 'sent' OR status = 'due' AND reason IS NOT NULL) AND created_at <= :old), 0) AS stuck"
+        " FROM transfers WHERE next_at IS NOT NULL AND leg <> 'guarantee'",
         {"old": now - STUCK},
     ).fetchone()
     if legs["stuck"]:
-        problems.append("transfers have been on their way for over an hour")
+        problems.append("transfers could not be signed or have been on their way for over an hour")
     if db.execute("SELECT 1 FROM payments WHERE status = 'settled' AND reason IS NOT NULL LIMIT 1").fetchone():
         problems.append("the chain has lost a deposit")
     held = db.execute(
@@ -104,8 +104,11 @@ def switch(db, name, *, on):
 # -- Disputes -----------------------------------------------------------------------------------------------
 
 
-def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None):
-    """Decide a disputed deal: ``release``, ``refund`` or ``split``. Returns the deal's row."""
+def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None, act=True):
+    """Decide a disputed deal: ``release``, ``refund`` or ``split``. Returns the deal's row.
+
+    Without ``act`` it only refuses what it would refuse.
+    """
     deal = deals.get(db, deal_id)
     if outcome == "split" and not 0 <= (seller_units or 0) <= deal["amount_units"]:
         raise Refusal("invalid_request", f"The seller's part must be from 0 to {deals.usd(deal['amount_units'])}.")
@@ -113,39 +116,56 @@ def resolve_dispute(db, world, deal_id, outcome, *, note, seller_units=None):
     now = world.now()
     with database.transaction(db):
         deals.apply_due(db, deal_id, now=now, treasury=world.treasury)
-        moved = deals.move(
-            db, deal_id, f"resolve_{outcome}", now=now, actor="operator", treasury=world.treasury, content=note, **values
-        )
-        deal = deals.find(db, deal_id)
-    if not moved:
+        deal, decided = deals.find(db, deal_id), None
+        if act:
+            decided = deals.move(
+                db, deal_id, f"resolve_{outcome}", now=now, actor="operator", treasury=world.treasury, content=note,
+                **values,
+            )  # fmt: skip
+    if not decided and (act or deal["state"] != "disputed"):
         raise Refusal("invalid_state", f"The deal is {deal['state']}; only a disputed deal can be resolved.")
-    return deal
+    return decided or deal
 
 
 # -- Stray money --------------------------------------------------------------------------------------------
 
 
 def recover(db, world, terms, payee, *, act):
-    """Find money at the deposit of terms that never became a deal; with ``act``, owe it to ``payee``.
+    """Find money at the deposit of terms that no running deal accounts for; with ``act``, owe it to ``payee``.
 
-    Returns (deposit address, units there). The deal is entered as lapsed, so that the sweep returns its money
-    like any surplus.
+    Returns (deposit address, units there). Terms that never became a deal are entered as a lapsed one, so that
+    the sweep returns their money like any surplus. What reached a deal long after its end goes to its buyer.
     """
     master_key = world.terminal.master_key
     deal_id, deposit = terms.deal_id(master_key), chain.deposit_address(master_key, terms.canonical)
-    existing = deals.find(db, deal_id)
-    if existing:
-        raise Refusal("deal_exists", f"These terms are the deal {deal_id} ({existing['state']}): the sweep looks after it.")
+    _check_recoverable(db, deal_id, payee)
     units = world.ledger.balance(deposit)
     if act and units >= deals.SMALLEST_TRANSFER:
         now, price = world.now(), world.settings.price_units(terms.amount_units)
         with database.transaction(db):
-            deals.open_attempt(
-                db, terms, deal_id=deal_id, deposit=deposit, master_key=master_key, price_units=price, buyer=payee,
-                decide_hours=world.settings.decide_hours, now=now,
-            )  # fmt: skip
-            deals.move(db, deal_id, "lapse", now=now, actor="clock", treasury=world.treasury, look_at=now)
+            if not _check_recoverable(db, deal_id, payee):
+                deals.open_attempt(
+                    db, terms, deal_id=deal_id, deposit=deposit, master_key=master_key, price_units=price, buyer=payee,
+                    decide_hours=world.settings.decide_hours, now=now,
+                )  # fmt: skip
+                deals.move(db, deal_id, "lapse", now=now, actor="clock", treasury=world.treasury, look_at=now)
+            db.execute("UPDATE deals SET look_at = :now WHERE id = :id", {"now": now, "id": deal_id})
     return deposit, units
+
+
+def _check_recoverable(db, deal_id, payee):
+    """Refuse while the sweep looks after the deal's money, or to pay anyone but its buyer. Returns its row or None."""
+    deal = deals.find(db, deal_id)
+    if deal is None:
+        return None
+    state, owed = deal["state"], "SELECT 1 FROM transfers WHERE deal_id = :id AND next_at IS NOT NULL"
+    ended = state == "lapsed" or state in deals.ENDED
+    if not ended or deal["look_at"] is not None or db.execute(owed, {"id": deal_id}).fetchone():
+        raise Refusal("deal_exists", f"These terms are the deal {deal_id} ({state}): the sweep looks after it.")
+    if payee != deal["buyer_address"]:
+        buyer = chain.checksum(deal["buyer_address"])
+        raise Refusal("deal_exists", f"These terms are the deal {deal_id} ({state}): its money goes back to {buyer} only.")
+    return deal
 
 
 # -- Books --------------------------------------------------------------------------------------------------
@@ -155,7 +175,7 @@ def audit(db, world, *, progress=lambda total, done: None):
     """Compare every deal's books with the chain; returns a list of differences, each one a dict.
 
     What a deposit should hold: the price once funded, plus surplus that was found, minus every leg the chain
-    has taken.
+    has taken. Less than a cent more is no difference: anybody can send it, and nothing sends it back.
     """
     rows = db.execute("SELECT id, state, deposit_address, price_units, funded_at FROM deals ORDER BY id").fetchall()
     differences = []
@@ -182,7 +202,7 @@ def _audit_deal(db, world, deal, units, head):
         if used != (leg["status"] == "confirmed") and leg["leg"] != "guarantee":
             word = "the chain has it, the books do not yet" if used else "confirmed in the books, not on the chain"
             found.append({"deal": deal["id"], "leg": leg["leg"], "difference": word})
-    if units != expected:
+    if not 0 <= units - expected < deals.SMALLEST_TRANSFER:
         words = f"the deposit holds {units} units, the books say {expected}"
         found.append({"deal": deal["id"], "leg": None, "difference": words})
     return found

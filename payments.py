@@ -79,7 +79,7 @@ def create(db, world, call):
         if call.terms is None:
             raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
-        _check_signature(world, deal, call.terms, payment)
+        payment = _check_signature(world, call.terms, payment)
         return _pay(db, world, call, offer, payment)
     except protocols.Mismatch as mismatch:
         if call.refusal:
@@ -149,17 +149,21 @@ def _open(deal):
     return deal is not None and deal["state"] != "lapsed"
 
 
-def _check_signature(world, deal, terms, payment):
-    """Check that the payer itself signed the authorization, as its own key or as a contract wallet."""
+def _check_signature(world, terms, payment):
+    """Check that the payer itself signed the authorization, as its own key or as a contract wallet.
+
+    Returns the payment with the signature as the token takes it: v 27 or 28, a contract's own bytes untouched.
+    """
     authorization = payment.authorization
     if authorization.payer in (terms.seller_address, authorization.to):
         raise protocols.Mismatch("The seller cannot pay for its own deal: pay from the buyer's wallet.")
     digest = authorization.digest(world.terminal.token)
-    if chain.signer(digest, payment.signature) == authorization.payer:
-        return
+    tidy = chain.tidy_signature(payment.signature)
+    if chain.signer(digest, tidy) == authorization.payer:
+        return dataclasses.replace(payment, signature=tidy)
     try:
         if world.ledger.signed_by_contract(authorization.payer, digest, payment.signature):
-            return
+            return payment
     except chain.ChainUnknown as error:
         raise Refusal(
             "unavailable", "The chain cannot be asked about this wallet's signature now; nothing was charged.",
@@ -174,6 +178,7 @@ def _check_signature(world, deal, terms, payment):
 def _pay(db, world, call, offer, payment):
     """Answer a call with a payment that fits the terms: from what is stored, or by settling it."""
     settings, now = world.settings, world.now()
+    before = deals.find(db, offer.deal_id)  # an attempt that another payer makes after this look is not ours to end
     answer = _known(db, world, offer, payment, call, now=now)
     if answer:
         return answer
@@ -184,7 +189,7 @@ def _pay(db, world, call, offer, payment):
     ):  # fmt: skip
         protocols.match_moment(world.terminal, offer, payment, now=now)
         landed = _verify(world, offer, payment, now=now)
-        claimed = _claim(db, world, offer, payment, call, now=world.now())
+        claimed = _claim(db, world, offer, payment, call, before, now=world.now())
         if claimed is None:  # another request was faster: its claim decides
             return _known(db, world, offer, payment, call, now=world.now()) or _in_progress()
         return _settled(db, world, offer, claimed, send=not landed)
@@ -267,8 +272,9 @@ def _may_retry(db, world, deal, payment):
         return True
     row = db.execute("SELECT max(valid_before) AS last FROM payments WHERE deal_id = :id", {"id": deal["id"]}).fetchone()
     try:
-        dead = world.ledger.head(depth=world.settings.confirmations).time > (row["last"] or 0) + settlement.MARGIN
-        return dead and world.ledger.balance(deal["deposit_address"]) < deals.SMALLEST_TRANSFER
+        head = world.ledger.head(depth=world.settings.confirmations)
+        dead = head.time > (row["last"] or 0) + settlement.MARGIN
+        return dead and world.ledger.balance(deal["deposit_address"], at=head.number) < deals.SMALLEST_TRANSFER
     except chain.ChainUnknown as error:
         raise _chain_unknown() from error
 
@@ -367,13 +373,17 @@ def _chain_unknown():
     )  # fmt: skip
 
 
-def _claim(db, world, offer, payment, call, *, now):
-    """Commit that this payment is about to be settled for this deal. Returns its row, or None if it must not be."""
+def _claim(db, world, offer, payment, call, before, *, now):
+    """Commit that this payment is about to be settled for this deal. Returns its row, or None if it must not be.
+
+    ``before``: the deal's row as :func:`_known` judged it; an attempt made since is another payer's business.
+    """
     authorization, settings = payment.authorization, world.settings
     with database.transaction(db):
         attempt = deals.open_attempt(
             db, call.terms, deal_id=offer.deal_id, deposit=offer.pay_to, master_key=world.terminal.master_key,
             price_units=offer.price_units, buyer=authorization.payer, decide_hours=settings.decide_hours, now=now,
+            takes_over=before["attempt"] if before else None,
         )  # fmt: skip
         if attempt is None:
             return None

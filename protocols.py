@@ -306,10 +306,10 @@ def read_authorization(fields):
 
 
 def read_signature(value):
-    """Read a signature of any length as tidy hex. Raises ValueError."""
+    """Read a signature of any length as lower-case hex, its bytes untouched. Raises ValueError."""
     if not isinstance(value, str) or not re.fullmatch(r"0x([0-9a-fA-F]{2}){64,6000}", value):
         raise ValueError("the signature is missing or is not hex")
-    return chain.tidy_signature(value.lower())
+    return value.lower()
 
 
 # -- Does it pay the offer? ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ else. :class:`Ledger` and :class:`Facilitator` have the methods of the real ones
 
 import chain
 import db as database
+import deals
 import protocols
 from facilitators import Outcome, Verdict
 
@@ -31,6 +32,21 @@ def mint(db, address, units):
         " ON CONFLICT (address) DO UPDATE SET units = units + :units",
         {"a": address, "units": units},
     )
+
+
+def holding(db, address):
+    """Return what an address holds, as published."""
+    return {"address": chain.checksum(address.lower()), "balance_usd": deals.usd(balance(db, address.lower()))}
+
+
+def faucet(db, body):
+    """Give an address what it asks for, up to a thousand dollars at a time; returns what it holds then."""
+    units = deals.units(body.get("amount_usd", "1000"))
+    if not 0 < units <= FAUCET_UNITS:
+        raise deals.Refusal("invalid_request", f"amount_usd must be above 0 and at most {deals.usd(FAUCET_UNITS)}.")
+    with database.transaction(db):
+        mint(db, body["address"].lower(), units)
+    return holding(db, body["address"])
 
 
 def check(db, token, authorization, signature, *, now):
@@ -173,7 +189,7 @@ class Facilitator:
             raise Refused("invalid_payload")
         try:
             authorization = protocols.read_authorization(inner.get("authorization"))
-            signature = protocols.read_signature(inner.get("signature"))
+            signature = chain.tidy_signature(protocols.read_signature(inner.get("signature")))
         except ValueError:
             raise Refused("invalid_payload") from None
         stated = [str(requirements.get(name, "")).lower() for name in ("scheme", "network", "asset", "payTo", "amount")]

@@ -148,6 +148,18 @@ CREATE TRIGGER signed_stays_signed BEFORE UPDATE OF payee, value_units, valid_af
   WHEN old.signature IS NOT NULL
   BEGIN SELECT RAISE(ABORT, 'a signed transfer never changes'); END;
 
+-- What agents and people tell the operators ------------------------------------------------------------------
+
+CREATE TABLE feedback (
+  id       TEXT PRIMARY KEY,
+  at       INTEGER NOT NULL,
+  message  TEXT NOT NULL,
+  contact  TEXT,
+  deal_id  TEXT,                                  -- as the sender wrote it; no such deal need exist
+  done_at  INTEGER
+) STRICT, WITHOUT ROWID;
+CREATE INDEX feedback_open ON feedback (at) WHERE done_at IS NULL;
+
 -- The sandbox's own world: a dollar that exists only here (empty in live mode) -----------------------------------
 
 CREATE TABLE sandbox_balances (

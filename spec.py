@@ -8,6 +8,7 @@ import re
 
 import jsonschema
 
+import deals
 from deals import Refusal
 
 PATH = pathlib.Path(__file__).with_name("openapi.json")
@@ -42,7 +43,16 @@ def compile_all(*names):
 
 def check(name, value):
     """Refuse ``value`` with invalid_request unless it fits the component schema ``name``; says where and why."""
-    error = jsonschema.exceptions.best_match(_validator(name).iter_errors(value))
+    return _check(_validator(name), value)
+
+
+def check_against(schema, value):
+    """Like :func:`check`, against a schema that stands by itself."""
+    return _check(_Validator(schema), value)
+
+
+def _check(validator, value):
+    error = jsonschema.exceptions.best_match(validator.iter_errors(value))
     if error is None:
         return value
     where = "/".join(str(part) for part in error.absolute_path) or "the body"
@@ -64,8 +74,23 @@ def _sentence(error):
     return f"does not meet {error.validator} {json.dumps(error.validator_value)[:200]}."
 
 
-def served(base_url):
-    """Return a copy of the document that names the service's real address."""
+def served(base_url, settings):
+    """Return the document as this service is: its real address, its figures, without what only a sandbox has."""
     found = copy.deepcopy(document())
+    found["info"]["title"] = settings.service_name
     found["servers"] = [{"url": base_url}]
+    links = found["x-service-info"]["docs"]
+    found["x-service-info"]["docs"] = {name: base_url + path for name, path in links.items()}
+    if not settings.sandbox:
+        found["paths"] = {path: item for path, item in found["paths"].items() if not path.startswith("/sandbox/")}
+        found["tags"] = [tag for tag in found["tags"] if tag["name"] != "Sandbox"]
+    low, high = settings.min_amount_units, settings.max_amount_units
+    for path in ("/x402/deal", "/mpp/deal"):
+        price = found["paths"][path]["post"]["x-payment-info"]["price"]
+        price["min"], price["max"] = (deals.usd(settings.price_units(units)) for units in (low, high))
+    amount = found["components"]["schemas"]["DealRequest"]["properties"]["amount_usd"]
+    amount["description"] = (
+        "What the seller receives on release, in US dollars, at most 2 decimals."
+        f" From {deals.usd(low)} to {deals.usd(high)}."
+    )
     return found

@@ -269,15 +269,26 @@ def _surplus(db, world, deal, counts):
         return
     head = world.ledger.head(depth=world.settings.confirmations)
     units = world.ledger.balance(deal["deposit_address"], at=head.number)
+    if not _all_gone(db, world, deal, head):  # a node behind the one that confirmed them would count their money again
+        _look_again(db, deal, world.now() + WAIT_FOR_DEPTH)
+        return
     with database.transaction(db):
         again = _last_arrival(db, deal, head, world.now())
-        if not _look_again(db, deal, again) or units < deals.SMALLEST_TRANSFER:
+        if _open_legs(db, deal["id"]) or not _look_again(db, deal, again) or units < deals.SMALLEST_TRANSFER:
             return
         number = db.execute(
             "SELECT count(*) AS n FROM transfers WHERE deal_id = :id AND leg GLOB 'surplus-*'", {"id": deal["id"]}
         ).fetchone()["n"]
         deals.add_leg(db, deal["id"], f"surplus-{number + 1}", deal["buyer_address"], units, now=world.now())
         counts["surplus"] += 1
+
+
+def _all_gone(db, world, deal, head):
+    """Whether the block that the balance is read at already has every leg that has been confirmed."""
+    legs = db.execute(
+        "SELECT nonce FROM transfers WHERE deal_id = :id AND status = 'confirmed'", {"id": deal["id"]}
+    ).fetchall()
+    return all(world.ledger.used([(deal["deposit_address"], leg["nonce"]) for leg in legs], at=head.number))
 
 
 def _open_legs(db, deal_id):
@@ -297,7 +308,7 @@ def _last_arrival(db, deal, head, now):
 def _look_again(db, deal, at):
     """Set the next look, unless something has changed the deal's schedule or state in the meantime."""
     changed = db.execute(
-        "UPDATE deals SET look_at = :at WHERE id = :id AND look_at = :seen AND state = :state",
+        "UPDATE deals SET look_at = :at WHERE id = :id AND look_at IS :seen AND state = :state",
         {"at": at, "id": deal["id"], "seen": deal["look_at"], "state": deal["state"]},
     )
     return changed.rowcount == 1

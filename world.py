@@ -7,6 +7,8 @@ from collections.abc import Callable
 import chain
 import db as database
 import deals
+import discovery
+import documents
 import facilitators
 import feed
 import keys
@@ -55,7 +57,7 @@ def build(settings, db, *, clock=time.time):
         settings=settings,
         terminal=protocols.Terminal(
             token=token, master_key=master_key, mode=settings.mode, description=description(settings),
-            secrets=challenge_secrets,
+            secrets=challenge_secrets, extensions={"bazaar": discovery.bazaar()},
         ),
         frame=deals.Frame(settings.mode, chain.checksum(token.address), CHAIN_ID),
         treasury=(settings.treasury or chain.address_of(master_key)).lower(),
@@ -71,7 +73,8 @@ def build(settings, db, *, clock=time.time):
 def description(settings):
     """Say in every quote what is bought, and the cure for the official SDKs' default limit of one dollar."""
     kind = "SANDBOX, no real money: " if settings.sandbox else ""
+    cure = documents.client_lines(settings)["x402_limit_line"]
     return (
         f"{kind}Hold a payment between buyer and seller until delivery. x402 SDKs refuse more than $1 by default:"
-        ' client.set_spend_controls({"max_amount_per_payment": "$600"}). See /agents.md.'
+        f" {cure}. See /agents.md."
     )

@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import app as application
+import contract
 import db as database
 import keys
 import settings as configuration
@@ -77,7 +78,9 @@ def wallets(settings):
 
 @pytest.fixture
 def app(world):
-    return application.create_app(world=world)
+    found = application.create_app(world=world)
+    found.test_client_class = contract.Client  # every answer of every test is held against openapi.json
+    return found
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ CONTENT = {
 def reach(db, world, state, *, ref=None, hours=(10, 5), instant=False):
     """Make a deal of 20 dollars between parties 1 and 2 that is in ``state`` since now; returns its id.
 
-    ``hours`` are those to deliver and to review. Its money is at the deposit from ``funded`` on. The payment of
+    ``hours`` are those to deliver and to review. From ``funded`` on, the buyer's payment is on the chain. The payment of
     one that stays ``pending`` can settle no more, and is dead 60 seconds after the deadline that delivery would have.
     """
     now = world.now()
@@ -43,6 +43,10 @@ def reach(db, world, state, *, ref=None, hours=(10, 5), instant=False):
     )  # fmt: skip
     master_key = world.terminal.master_key
     deal_id, deposit = terms.deal_id(master_key), chain.deposit_address(master_key, terms.canonical)
+    authorization = chain.Authorization(BUYER, deposit, PRICE, 0, now + hours[0] * 3600 - 60, deals.leg_nonce(deal_id, "payment"))
+    signature = "0x" + "5b" * 64 + "1c"
+    if "fund" in WAYS[state]:
+        signature = _settle(world, authorization)
     with database.transaction(db):
         deals.open_attempt(
             db, terms, deal_id=deal_id, deposit=deposit, master_key=master_key, price_units=PRICE, buyer=BUYER,
@@ -52,9 +56,9 @@ def reach(db, world, state, *, ref=None, hours=(10, 5), instant=False):
             "INSERT INTO payments (deal_id, attempt, payer, nonce, protocol, status, value_units, valid_after,"
             " valid_before, signature, resource_url, claimed_at, lease_until)"
             " VALUES (:deal, 1, :payer, :nonce, 'x402', :status, :value, 0, :before, :signature, '', :now, 0)",
-            {"deal": deal_id, "payer": BUYER, "nonce": deals.leg_nonce(deal_id, "payment"), "value": PRICE,
+            {"deal": deal_id, "payer": BUYER, "nonce": authorization.nonce, "value": PRICE,
              "status": {"pending": "unknown", "lapsed": "refused"}.get(state, "settled"),
-             "before": now + hours[0] * 3600 - 60, "signature": "0x" + "5b" * 64 + "1c", "now": now},
+             "before": authorization.valid_before, "signature": signature, "now": now},
         )  # fmt: skip
         for name in WAYS[state]:
             if name == "split":
@@ -64,6 +68,13 @@ def reach(db, world, state, *, ref=None, hours=(10, 5), instant=False):
                 db, deal_id, name, now=now, actor=actor, treasury=world.treasury, **CONTENT.get(name, {})
             )
             assert moved is not None, f"{name} did not happen"
-        if "fund" in WAYS[state]:
-            sandbox.mint(db, deposit, PRICE)
     return deal_id
+
+
+def _settle(world, authorization):
+    """Give the buyer the price and have the token take it to the deposit; returns the buyer's signature."""
+    token, chain_db = world.terminal.token, world.facilitators[0].connect()
+    signature = chain.sign((1).to_bytes(32, "big"), authorization.digest(token))
+    sandbox.mint(chain_db, BUYER, PRICE)
+    sandbox.transfer(chain_db, token, authorization, signature, now=world.now())
+    return signature

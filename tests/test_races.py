@@ -349,3 +349,25 @@ def test_a_reader_never_sees_half_of_a_move(db, world, settings, crowd):
     db.set_trace_callback(None)
     assert came
     assert (record["state"], record["history"][-1]["state"], record["transfers"]) == ("delivered", "delivered", [])
+
+
+def test_a_proof_of_an_earlier_buyer_never_moves_the_deal_of_the_next(db, world, charlie):
+    """The first buyer's wallet is a contract, whose slow answer arrives when somebody else's payment has funded the deal."""
+    deal_id = reach(db, world, "lapsed", instant=True)
+
+    class Slow(sandbox.Ledger):
+        def signed_by_contract(self, account, digest, signature):
+            with database.transaction(db):
+                db.execute(
+                    "UPDATE deals SET state = 'pending', attempt = 2, buyer_address = ?, ended_at = NULL WHERE id = ?",
+                    (charlie.address, deal_id),
+                )
+                deals.move(db, deal_id, "fund", now=NOON, actor="chain", treasury=world.treasury)
+            return account == BUYER
+
+    ledger = copy.copy(world.ledger)
+    ledger.__class__ = Slow
+    client = application.create_app(world=dataclasses.replace(world, ledger=ledger)).test_client()
+    answer = client.post(f"/v1/deals/{deal_id}/confirm", json={"signature": "0x00"})
+    assert (answer.status_code, answer.json["error"]) == (409, "invalid_state")
+    assert db.execute("SELECT state FROM deals").fetchone()[0] == "funded"

@@ -1,0 +1,220 @@
+"""The free surface over HTTP: documents, discovery, questions, feedback and MCP. Bound by app.create_app."""
+
+import functools
+import json
+
+import coincurve
+from flask import Response, request
+from werkzeug.datastructures import MIMEAccept
+from werkzeug.http import parse_accept_header
+
+import ask
+import chain
+import deprecations
+import discovery
+import documents
+import feedback
+import limits
+import operations
+import spec
+import tools
+from answers import Headers, add_headers, base_url, body_bytes, client, connection, json_body, respond
+from deals import Refusal
+
+# What may run in a page of ours: nothing; its one style sheet stands in it.
+PAGE_POLICY = "default-src 'none'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; style-src "
+DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
+EXPOSED = ", ".join(
+    (
+        "PAYMENT-REQUIRED", "PAYMENT-RESPONSE", "WWW-Authenticate", "Payment-Receipt", "X-Svc-Invalid-Request",
+        "X-Svc-Results-Requested", "X-Svc-Results-Delivered", "X-Svc-Refund", "ETag", "Location", "Retry-After", "Link",
+        "RateLimit-Limit", "RateLimit-Policy", "RateLimit-Remaining", "RateLimit-Reset", "Deprecation", "Sunset",
+        "Content-Disposition", "Repr-Digest",
+    )
+)  # fmt: skip
+DAY = "public, max-age=86400"
+
+
+class Surface:
+    """What the free surface is made of, built once at start."""
+
+    def __init__(self, world):
+        settings = world.settings
+        deprecations.check()
+        self.world = world
+        self.tools = tools.catalogue(settings)
+        signer = chain.address_of(coincurve.PublicKey.from_secret(world.receipt_key).format())
+        facts = documents.figures(
+            settings, master_key=world.terminal.master_key, treasury=world.treasury, receipt_signer=signer,
+            tools=[{"name": tool["name"], "summary": tool["title"]} for tool in self.tools],
+            mcp_versions=tools.VERSIONS,
+        )  # fmt: skip
+        frame = documents.frame(facts)
+        pages = documents.build(facts, frame)
+        self.library = documents.Library(pages, frame)
+        self.passages = ask.index(pages)
+        self.page_policy = PAGE_POLICY + documents.style_hash()
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (as long-lived as the process)
+    def openapi(self, base):
+        """Return the served OpenAPI document under one address."""
+        document = deprecations.mark(spec.served(base, self.world.settings))
+        return documents.stamped(json.dumps(document, separators=(",", ":")).encode(), "application/json")
+
+    def caller(self, db, base, who):
+        """Return what MCP tools work with, for one client that calls the service by the address ``base``."""
+        return tools.Caller(db, self.world, base, who, self.library, self.passages, self.tools)
+
+    def page(self, path):
+        """Answer with a document in the form that the client likes best."""
+        page = self.library.pages.get(path)
+        if page is None:
+            raise Refusal("not_found", "There is no such page; /docs has the list.")
+        environ = request.environ
+        kind = preferred(environ.get("HTTP_ACCEPT", ""), page.kinds)
+        found = self.library.document(path, kind, base_url(self.world))
+        if len(page.bodies) > 1:
+            add_headers(environ, ("Vary", "Accept"))
+        return self.send(environ, found, DAY if kind == documents.SVG else "no-cache")
+
+    def send(self, environ, found, cache="no-cache"):
+        """Answer with a Document, or with 304 when the client already has it."""
+        if found.media_type == documents.HTML:
+            environ["deals.policy"] = self.page_policy
+        add_headers(environ, ("ETag", found.etag), ("Cache-Control", cache))
+        if "HTTP_IF_NONE_MATCH" in environ and request.if_none_match.contains_weak(found.etag.strip('"')):
+            return Response(status=304)
+        return Response(found.body, content_type=found.media_type)
+
+
+@functools.lru_cache(maxsize=1024)
+def preferred(accept, kinds):
+    """Return which of the media types offered an Accept header likes best; the first one when it has no wish."""
+    names = [kind.partition(";")[0] for kind in kinds]
+    best = parse_accept_header(accept, MIMEAccept).best_match(names, default=names[0])
+    return kinds[names.index(best)]
+
+
+def limited(world, answer):
+    """Answer one request to a free document, if this client has a slot left in its window."""
+    key = limits.client_key(client())
+    admitted, left, reset = limits.visit(limits.log(world.settings.database, key), key, now=world.clock())
+    headers = limits.free_headers(left, reset)
+    if not admitted:
+        raise Refusal(
+            "rate_limited", f"More than {limits.FREE_MOST} requests in {limits.FREE_SECONDS} s; a slot opens in {reset} s.",
+            headers={**dict(headers), "Retry-After": str(reset)},
+        )  # fmt: skip
+    response = answer()
+    add_headers(request.environ, *headers)
+    return response
+
+
+def register(app, world):
+    """Bind the routes of the free surface and the headers that every answer carries."""
+    surface = Surface(world)
+    _add_documents(app, world, surface)
+    _add_discovery(app, world, surface)
+
+    @app.post("/feedback")
+    def send_feedback():
+        return respond(feedback.send(connection(world), world, json_body(), client=client()), 201)
+
+    @app.post("/mcp")
+    def mcp():
+        if request.mimetype != "application/json":
+            raise Refusal("unsupported_media_type", "Send the message as application/json.")
+        headers = {name.lower(): value for name, value in request.headers.items() if name.lower().startswith("mcp-")}
+        caller = surface.caller(connection(world), base_url(world), client())
+        status, body = tools.answer(caller, body_bytes(), headers)
+        return Response(status=status) if body is None else respond(body, status, {"Cache-Control": "no-store"})
+
+    if deprecations.DEPRECATIONS:
+
+        @app.after_request
+        def announce(response):
+            response.headers.extend(deprecations.headers(request.method, request.path, base_url(world)))
+            return response
+
+    headers = [
+        ("X-Content-Type-Options", "nosniff"),
+        ("Referrer-Policy", "no-referrer"),
+        # Pages of any origin may read and pay: there are no cookies that this could expose.
+        ("Access-Control-Allow-Origin", "*"),
+        ("Access-Control-Expose-Headers", EXPOSED),
+    ]
+    if world.settings.base_url.startswith("https:"):
+        headers.append(("Strict-Transport-Security", "max-age=31536000"))
+    app.wsgi_app = Headers(app.wsgi_app, headers, DATA_POLICY)
+
+
+def _add_documents(app, world, surface):
+    for path in ("/llms.txt", "/agents.md", "/pricing.md", "/docs"):
+        app.add_url_rule(path, path, lambda path=path: limited(world, lambda: surface.page(path)))
+    for path in ("/", "/deprecation-policy", "/robots.txt", "/favicon.svg", "/favicon.ico"):
+        app.add_url_rule(path, path, lambda path=path: surface.page(path))
+
+    @app.get("/docs/<name>")
+    def docs(name):
+        return limited(world, lambda: surface.page(f"/docs/{name}"))
+
+    @app.get("/docs/errors/<code>")
+    def error_page(code):
+        return limited(world, lambda: surface.page(f"/docs/errors/{code}"))
+
+    @app.get("/openapi.json")
+    def openapi():
+        def answer():
+            return surface.send(request.environ, surface.openapi(base_url(world)))
+
+        return limited(world, answer)
+
+    @app.get("/ask")
+    def questions():
+        def answer():
+            found = ask.ask(surface.passages, request.args.get("q", ""), base_url(world))
+            wanted = preferred(request.environ.get("HTTP_ACCEPT", ""), ("application/json", "text/markdown", "text/html"))
+            if wanted == "text/markdown":
+                page = documents.stamped(ask.as_markdown(found).encode(), documents.MARKDOWN)
+            elif wanted == "text/html":
+                page = surface.library.compose("Answers", ask.as_markdown(found), base_url(world))
+            else:
+                page = documents.stamped(json.dumps(found, separators=(",", ":")).encode(), "application/json")
+            return surface.send(request.environ, page)
+
+        return limited(world, answer)
+
+    @app.get("/health")
+    def health():
+        def answer():
+            fit, facts = operations.health(connection(world), world)
+            return respond(facts, 200 if fit else 503, {"Cache-Control": "no-store"})
+
+        return limited(world, answer)
+
+
+def _add_discovery(app, world, surface):
+    settings = world.settings
+
+    @app.get("/endpoints")
+    def endpoints():
+        items = discovery.entries(base_url(world))
+        return respond(discovery.page(items, request.args.get("limit"), request.args.get("cursor")))
+
+    @app.get("/v1")
+    def index():
+        return respond(discovery.index(base_url(world), settings.mode))
+
+    @app.get("/.well-known/x402")
+    def well_known_x402():
+        return respond(discovery.x402(base_url(world)))
+
+    @app.get("/.well-known/api-catalog")
+    def api_catalog():
+        response = respond(discovery.api_catalog(base_url(world)))
+        response.headers["Content-Type"] = 'application/linkset+json; profile="https://www.rfc-editor.org/info/rfc9727"'
+        return response
+
+    @app.get("/.well-known/mcp/server-card.json")
+    def mcp_card():
+        return respond(discovery.mcp_card(base_url(world), settings, surface.tools, tools.VERSIONS))

@@ -1,0 +1,408 @@
+"""The promises, written by hand from the design and not from the code: checked after every step and at the end."""
+
+import collections
+import sqlite3
+
+import chain
+import operations
+
+from .engine import Violation
+from .events import check_event
+
+SMALLEST = 10_000  # units under which nothing is sent back
+LEASE = 25 + 20  # seconds one worker holds a payment
+FREE = {400, 409, 410, 413, 422, 429, 500, 503}  # answers after which this call has moved no money
+
+
+class Laws:
+    """What must hold. It reads the database through a connection of its own, hence only what is committed."""
+
+    def __init__(self, sim):
+        self.sim = sim
+        self.db = sim.connect()
+        self.events, self.states = {}, {}  # deal id -> number of events seen, last state
+        self.signed_rows, self.confirmed = {}, set()
+        self.payments = {}  # (payer, nonce) -> (agent's deal, agent's Payment)
+        self.proofs = {}  # (payer, nonce) -> hashes by which it ever landed with its money at its deposit
+        self.receipts = {}  # (payer, nonce) -> the first 200: (receipt headers, body)
+        self.funders = {}  # deal id -> payer whose payment ever funded it
+        self.in_flight = {}  # (payer, nonce) -> [(task, lease)]
+        self.doubts = collections.Counter()  # payment -> facilitators that took it and have not clearly refused
+        self.clock_jumped = self.was_restored = False
+        self.unattributed = 0
+
+    def close(self):
+        self.db.close()
+
+    def broken(self, law, words, deal=None):
+        raise Violation(law, words, deal)
+
+    # -- What others tell ---------------------------------------------------------------------------------------
+
+    def signed(self, deal, payment):
+        self.payments[payment.key] = deal, payment
+
+    def funder(self, deal):
+        """Return the party whose address the deal names as its buyer, or None."""
+        row = self.db.execute("SELECT buyer_address FROM deals WHERE id = ?", (deal.id,)).fetchone()
+        people = {party.address: party for party in (deal.buyer, deal.rival)}
+        return people.get(row["buyer_address"]) if row else None
+
+    def landed(self, transaction):
+        """The chain took a transaction: whatever leaves a deposit must have been committed before."""
+        sim = self.sim
+        deal = sim._deal_in(transaction.args)
+        outcome = "" if transaction.ok else f" and fails: {transaction.reason}"
+        sim.say(f"block {transaction.block} takes {transaction.by}'s {transaction.kind}{outcome}", deal)
+        if transaction.kind != "authorization" or not transaction.ok:
+            return
+        authorization, _ = transaction.args
+        self.proofs.setdefault((authorization.payer, authorization.nonce), set()).add(transaction.hash)
+        if authorization.payer in sim.by_deposit and not self.was_restored:
+            if self._leg(authorization) is None:
+                self.broken("nothing leaves a deposit that was not committed", str(authorization), deal)
+
+    def _leg(self, authorization):
+        return self.db.execute(
+            "SELECT * FROM transfers WHERE nonce = ? AND payee = ? AND value_units = ? AND signature IS NOT NULL",
+            (authorization.nonce, authorization.to, authorization.value),
+        ).fetchone()
+
+    def taken(self, authorization):
+        self.doubts[authorization.payer, authorization.nonce] += 1
+
+    def clearly_refused(self, authorization):
+        self.doubts[authorization.payer, authorization.nonce] -= 1
+
+    def settling(self, task, authorization, signature):
+        """A worker hands an authorization to a facilitator: it must have been committed, and be its turn."""
+        key = authorization.payer, authorization.nonce
+        if authorization.payer in self.sim.by_deposit:
+            self._sending(task, authorization, signature)
+            return
+        task.settled.append(key)
+        row = self.db.execute("SELECT * FROM payments WHERE payer = ? AND nonce = ?", key).fetchone()
+        if row is None or row["signature"] != signature:
+            self.broken("no settle that was not committed first", f"{task.label} settles {key}", task.deal)
+        if row["status"] == "refused" and not (task.turns or self.was_restored):
+            self.sim.say("a refused payment is settled again", task.deal)
+        if not self.clock_jumped and not self.was_restored:
+            for other, lease in self.in_flight.get(key, ()):
+                if other is not task and row["lease_until"] < lease + LEASE - 1:
+                    self.broken("one worker settles one payment", f"{other.label} and {task.label} at once", task.deal)
+        self.in_flight.setdefault(key, []).append((task, row["lease_until"]))
+
+    def settled(self, task, authorization):
+        """The facilitator's answer is there, or lost, or the worker is dead: its settle is over."""
+        key = authorization.payer, authorization.nonce
+        self.in_flight[key] = [entry for entry in self.in_flight.get(key, ()) if entry[0] is not task]
+
+    def _sending(self, task, authorization, signature):
+        leg = self._leg(authorization)
+        if leg is None or leg["signature"] != signature or leg["status"] not in ("sent", "blocked", "confirmed"):
+            self.broken("no transfer that was not committed first", f"{task.label} sends {authorization}", task.deal)
+        if leg["leg"] == "guarantee":
+            self.broken("the guarantee is the buyer's to use", "the sweep sends it", leg["deal_id"])
+        if leg["leg"] == "fee":
+            for party in self.db.execute(
+                "SELECT * FROM transfers WHERE deal_id = ? AND leg IN ('seller', 'buyer')", (leg["deal_id"],)
+            ):
+                if party["status"] != "confirmed":
+                    self.broken("the parties are paid before the fee", f"{party['leg']} is {party['status']}", leg["deal_id"])
+
+    # -- After every step ---------------------------------------------------------------------------------------------
+
+    def step(self):
+        """Check every deal that has changed since the last step."""
+        try:
+            rows = self.db.execute("SELECT * FROM deals").fetchall()
+        except sqlite3.OperationalError:  # a worker holds the lock in mid-commit; nothing new is committed
+            self.sim.changed = True
+            return
+        for deal in rows:
+            if self.states.get(deal["id"]) != (deal["version"], deal["state"], deal["attempt"]):
+                self._changed(deal)
+                self.states[deal["id"]] = deal["version"], deal["state"], deal["attempt"]
+
+    def _changed(self, deal):
+        sim, seen = self.sim, self.events.get(deal["id"], 0)
+        events = self.db.execute(
+            "SELECT * FROM deal_events WHERE deal_id = ? ORDER BY number", (deal["id"],)
+        ).fetchall()
+        state = events[seen - 1]["state"] if seen else None
+        for event in events[seen:]:
+            sim.say(f"MOVE {event['event']} by {event['actor']}: now {event['state']}", deal["id"])
+            check_event(self, deal, state, event)
+            sim.moved(deal["id"], event["event"])
+            state = event["state"]
+        self.events[deal["id"]] = len(events)
+        if state != deal["state"]:
+            self.broken("every change of state is in the history", f"{state} became {deal['state']}", deal["id"])
+        self._legs(deal)
+
+    def _legs(self, deal):
+        """The legs follow from the state and are fixed; confirmed means that the chain has them."""
+        legs = {row["leg"]: row for row in self.db.execute("SELECT * FROM transfers WHERE deal_id = ?", (deal["id"],))}
+        party_legs = {name: (row["payee"], row["value_units"]) for name, row in legs.items() if name in ("seller", "buyer", "fee")}
+        wanted = {}
+        if deal["state"] in ("released", "refunded", "split"):
+            seller = deal["seller_units"]
+            wanted = {
+                "seller": (deal["seller_address"], seller),
+                "buyer": (deal["buyer_address"], deal["amount_units"] - seller),
+                "fee": (self.sim.treasury, deal["price_units"] - deal["amount_units"]),
+            }
+            wanted = {name: leg for name, leg in wanted.items() if leg[1]}
+        if party_legs != wanted:
+            self.broken("the legs are what the decision says", f"{deal['state']}: {party_legs}, not {wanted}", deal["id"])
+        for name, row in legs.items():
+            self._leg_row(deal, name, row)
+
+    def _leg_row(self, deal, name, row):
+        fixed = tuple(row[k] for k in ("payee", "value_units", "valid_after", "valid_before", "nonce", "signature"))
+        key = deal["id"], name
+        if key in self.signed_rows and self.signed_rows[key] != fixed:
+            self.broken("a signed transfer never changes", f"{name}: {fixed}", deal["id"])
+        if row["signature"]:
+            self.signed_rows[key] = fixed
+        if key in self.confirmed and row["status"] != "confirmed":
+            self.broken("confirmed stays confirmed", name, deal["id"])
+        if row["status"] == "confirmed" and key not in self.confirmed:
+            self.confirmed.add(key)
+            model = self.sim.chain
+            use = model.use(deal["deposit_address"], row["nonce"])
+            if not self.was_restored and (use is None or (use.payee, use.units) != (row["payee"], row["value_units"])):
+                self.broken("confirmed means paid on the chain", f"{name}: the chain has {use}", deal["id"])
+            if use and model.number - use.block < self.sim.settings.confirmations:
+                self.broken("confirmed means deep enough", f"{name} at {model.number - use.block} blocks", deal["id"])
+        if name == "guarantee":
+            hours = deal["deadline_hours"] + deal["review_hours"] + 168 + 168
+            last = deal["funded_at"] + hours * 3600
+            if (row["payee"], row["value_units"], row["valid_after"]) != (deal["buyer_address"], deal["price_units"], last):
+                self.broken("the guarantee returns the whole price after the last decision", str(fixed), deal["id"])
+
+    # -- Answers -----------------------------------------------------------------------------------------------------
+
+    def answered(self, task, ask, answer):
+        """Judge one answer by what the documents promise about it."""
+        sim, status = self.sim, answer.status
+        if ask.deal.secret.encode() in answer.raw:
+            self.broken("no answer contains a secret", task.label, task.deal)
+        if status == 500 and not task.disk_failed:
+            self.broken("no request fails by our fault", f"{task.label}: {sim.log[-1:]}", task.deal)
+        if status in FREE and task.settled:
+            self.broken("a refusal charges nothing", f"{status} after settling {task.settled}", task.deal)
+        if ask.payment is not None and ask.body == ask.deal.body:
+            ask.payment.answers.append(status)
+            if status == 200:
+                self._receipt(task, ask.payment, answer)
+        elif ask.path.endswith("/deal"):
+            self._quoted(task, ask, answer)
+        elif ask.method == "GET":
+            self._read(task, answer)
+        else:
+            self._acted(task, ask, answer)
+        if status != 200 and ("Payment-Receipt" in answer.headers or (
+                "PAYMENT-RESPONSE" in answer.headers and status not in (402, 502))):  # fmt: skip
+            self.broken("a receipt only for a paid deal", f"{status} carries one", task.deal)
+
+    def _receipt(self, task, payment, answer):
+        """A paid 200: a funded deal, the chain's own hash, and the same bytes for the same payment for ever."""
+        record = answer.json[0]
+        row = self.db.execute("SELECT * FROM payments WHERE deal_id = ? AND status = 'settled'", (record["id"],)).fetchone()
+        if row is None and not self.was_restored:
+            self.broken("200 means funded", "no settled payment", task.deal)
+        if row and (row["payer"], row["nonce"]) == payment.key:
+            if record["payment"]["transaction"] not in self.proofs.get(payment.key, ()):
+                self.broken("a receipt names the chain's own transaction", str(record["payment"]), task.deal)
+            first = self.receipts.setdefault(payment.key, answer.raw)
+            if first != answer.raw and not self.was_restored:
+                self.broken("one payment, one answer", "another body for the same payment", task.deal)
+        if record["payment"]["payer"].lower() != payment.authorization.payer:
+            self.broken("200 only to the payer", record["payment"]["payer"], task.deal)
+        self._timely(task, record)
+
+    def _quoted(self, task, ask, answer):
+        """A call without a payment of its own: a quote at the deal's price and address, and nothing taken."""
+        if task.settled:
+            self.broken("an unpaid or misdirected call settles nothing", task.label, task.deal)
+        if answer.status != 402 or ask.headers:
+            return
+        wanted = answer.json["accepts"][0]
+        if (wanted["payTo"].lower(), int(wanted["amount"])) != (ask.deal.deposit, ask.deal.price):
+            self.broken("the quote is the deposit of its terms at the published price", str(wanted), task.deal)
+
+    def _read(self, task, answer):
+        if answer.status == 200:
+            self._timely(task, answer.json)
+            self._fresh(task, answer.json)
+
+    def _timely(self, task, record):
+        """No answer depends on when cron ran: what was due before the request began has been applied."""
+        from .agents import service_due
+
+        if record["state"] != "pending" and record["next"] and not self.clock_jumped and "answer_of" not in record:
+            if service_due(record) <= int(task.began) and not self.receipts_old(record):
+                self.broken("a due timer is applied on read", f"{record['state']} was due", record["id"])
+
+    def receipts_old(self, record):
+        """Whether this may be a stored receipt, which shows the deal as it was when it was funded."""
+        return record["state"] == "funded" and record["refund_guarantee"] is None
+
+    def _fresh(self, task, record):
+        """A record shown is the record as it stood at some moment of the request."""
+        row = self.db.execute("SELECT state FROM deals WHERE id = ?", (record["id"],)).fetchone()
+        if row and row["state"] != record["state"]:
+            last = self.db.execute("SELECT max(at) FROM deal_events WHERE deal_id = ?", (record["id"],)).fetchone()[0]
+            if last < int(task.began) and not self.clock_jumped:
+                self.broken("a record is never stale", f"shown {record['state']}, it is {row['state']}", record["id"])
+
+    def _acted(self, task, ask, answer):
+        if ask.proved is False and answer.status not in (400, 403, 404, 429, 503) and not task.disk_failed:
+            self.broken("a wrong proof gains nothing", f"{ask.path} -> {answer.status}", task.deal)
+        if ask.proved and answer.status == 429:
+            self.broken("others' wrong proofs lock nobody out", task.label, task.deal)
+        if ask.proved and "secret" in ask.body and answer.status == 403:
+            self.broken("the right secret is accepted", task.label, task.deal)
+        if answer.status == 200:
+            self._timely(task, answer.json)
+
+    def job_done(self, task):
+        """A sweep or command has ended; a bug in it is counted by itself and told on stderr."""
+        counts = task.result
+        if hasattr(counts, "get") and counts.get("errors") and not task.disk_failed:
+            self.broken("the sweep has no bugs", self.sim.noise.getvalue()[-1500:], task.deal)
+
+    # -- Restored backups -------------------------------------------------------------------------------------------------
+
+    def backed_up(self):
+        self.sim.say("a backup is made")
+
+    def restored(self):
+        """Start again from what the backup knows: it may have forgotten, and must not pay twice."""
+        self.db = self.sim.connect()
+        self.was_restored = True
+        self.states, self.events = {}, {}
+        self.signed_rows, self.confirmed = {}, set()
+        self.in_flight = {}
+        for row in self.db.execute("SELECT deal_id, count(*) AS n FROM deal_events GROUP BY deal_id"):
+            self.events[row["deal_id"]] = row["n"]
+
+    # -- The end -----------------------------------------------------------------------------------------------------------
+
+    def stranded(self):
+        """Return (deal, payee) of money at the deposit of terms that are no deal, or one that is over."""
+        found = []
+        for deal in self.sim.deals:
+            if self.sim.chain.balance(deal.deposit) >= SMALLEST:
+                row = self.db.execute("SELECT * FROM deals WHERE id = ?", (deal.id,)).fetchone()
+                owing = self.db.execute("SELECT 1 FROM transfers WHERE deal_id = ? AND next_at > 0", (deal.id,)).fetchone()
+                if row is None or (row["due_at"] is None and row["look_at"] is None and not owing):
+                    found.append((deal, self._sender(deal) or deal.buyer.address))
+        return found
+
+    def _sender(self, deal):
+        for payment in deal.payments:
+            use = self.sim.chain.use(*payment.key)
+            if use and use.payee == deal.deposit:
+                return payment.key[0]
+        return None
+
+    def unfinished(self, open_ends):
+        if not self.was_restored:
+            self.broken("everything reaches its end", str(open_ends[:4]), open_ends[0][0] if open_ends else None)
+
+    def final(self):
+        """Everything has come to its end: close the books to the unit."""
+        self.states.clear()
+        self.step()
+        for deal in self.sim.deals:
+            row = self.db.execute("SELECT * FROM deals WHERE id = ?", (deal.id,)).fetchone()
+            self._close(deal, row)
+        self._nothing_leaked()
+        self._audit()
+
+    def _close(self, deal, row):
+        sim, ended = self.sim, row is not None and row["state"] in ("released", "refunded", "split")
+        flows_in, flows_out = self._flows(deal)
+        left = sim.chain.balance(deal.deposit)
+        if sum(flows_in.values()) != sum(flows_out.values()) + left:
+            self.broken("what arrived = what left + what is there", f"{flows_in} {flows_out} {left}", deal.id)
+        if self.was_restored:
+            return
+        if row is None or row["state"] == "lapsed":
+            owed = 0
+        elif ended:
+            owed = row["price_units"]
+        else:
+            self.broken("everything reaches its end", row["state"], deal.id)
+        if left >= SMALLEST:
+            self.broken("nothing is left behind", f"{left} units at the deposit", deal.id)
+        if ended:
+            self._ended(deal, row, flows_out)
+        self._returned(deal, row, owed, flows_out)
+
+    def _flows(self, deal):
+        """Return units by payer into, and by payee out of, the deposit, as the chain has them in the end."""
+        into, out = {}, {}
+        for transaction in self.sim.chain.landed:
+            if not transaction.ok or transaction.kind == "cancel":
+                continue
+            a = transaction.args
+            payer, to, units = (a[0].payer, a[0].to, a[0].value) if transaction.kind == "authorization" else a
+            if to == deal.deposit:
+                into[payer] = into.get(payer, 0) + units
+            if payer == deal.deposit:
+                out[to] = out.get(to, 0) + units
+        return into, out
+
+    def _ended(self, deal, row, out):
+        legs = self.db.execute("SELECT * FROM transfers WHERE deal_id = ? AND leg <> 'guarantee'", (deal.id,)).fetchall()
+        if any(leg["status"] != "confirmed" for leg in legs):
+            self.broken("everything reaches its end", f"{[(l['leg'], l['status'], l['reason']) for l in legs]}", deal.id)
+        if out.get(deal.seller.address, 0) != row["seller_units"]:
+            self.broken("the seller gets what the decision says", f"{out} {row['seller_units']}", deal.id)
+        if out.get(self.sim.treasury, 0) != deal.price - deal.terms.amount_units:
+            self.broken("the treasury gets the fee and no more", str(out), deal.id)
+
+    def _returned(self, deal, row, owed, out):
+        """Every payer whose payment landed without being the price of a deal has it back."""
+        claimed = {r["payer"] for r in self.db.execute("SELECT payer FROM payments WHERE deal_id = ?", (deal.id,))}
+        paid = {}
+        for payment in deal.payments:
+            use = self.sim.chain.use(*payment.key)
+            if use and use.payee:
+                paid[payment.key[0]] = paid.get(payment.key[0], 0) + use.units
+        funder = row["buyer_address"] if row is not None else None
+        for payer, units in paid.items():
+            refund = deal.terms.amount_units - row["seller_units"] if owed else 0
+            due = units - owed + refund if payer == funder else units
+            if out.get(payer, 0) < due - SMALLEST:
+                if row is not None and payer != funder and payer not in claimed:
+                    self.unattributed += 1  # submitted by a third party to a deal the service had refused this payer
+                    continue
+                self.broken("whoever paid in vain has its money back", f"{payer}: {out.get(payer, 0)} of {due}", deal.id)
+
+    def _nothing_leaked(self):
+        with open(self.sim.path, "rb") as file:
+            stored = file.read()
+        told = ("\n".join(self.sim.log) + self.sim.noise.getvalue()).encode()
+        from .simulation import MASTER
+
+        for where, data in (("the database", stored), ("the logs", told)):
+            for deal in self.sim.deals:
+                if deal.secret.encode() in data:
+                    self.broken("no secret is ever stored or logged", where, deal.id)
+                key = chain.deposit_key(MASTER, deal.terms.canonical)
+                if key in data or key.hex().encode() in data:
+                    self.broken("no key is ever stored or logged", where, deal.id)
+            if MASTER in data or MASTER.hex().encode() in data:
+                self.broken("no key is ever stored or logged", where)
+
+    def _audit(self):
+        """The operator's own audit agrees: silent when all is well."""
+        from .operators import _run
+
+        found = _run(self.sim, "the audit", operations.audit)
+        if found and not self.was_restored:
+            self.broken("the audit is clean", str(found[:3]), found[0]["deal"])
