@@ -48,8 +48,8 @@ def create_app(settings=None, world=None):
         app.wsgi_app = ProxyFix(app.wsgi_app, x_for=settings.proxies, x_proto=0, x_host=0, x_prefix=0)
     _add_errors(app, world)
     _add_deals(app, world)
-    pages.register(app, world)
     _add_feed(app, world)
+    pages.register(app, world)
     if settings.sandbox:
         _add_sandbox(app, world)
     app.after_request(_preflight)
@@ -154,14 +154,15 @@ def _paid_call(world):
 
 def _add_feed(app, world):
     for path, view in feedroutes.ROUTES.items():
-        app.add_url_rule(path, endpoint=path, view_func=functools.partial(_feed, world, view))
+        app.add_url_rule(path, path, functools.partial(_feed, world, view))
 
 
 def _feed(world, view, **values):
-    now_ns = int(world.clock() * targets.SECOND)
-    query = feedviews.Query(values, request.path, now_ns, base_url(world))
+    query = feedviews.Query(values, request.path, int(world.clock() * targets.SECOND), base_url(world))
     tags = request.headers.get("If-None-Match", "")
     reply = feedroutes.respond(connection(world), view, query, request.args.to_dict(flat=False), if_none_match=tags)
+    if reply.policy:
+        request.environ["deals.policy"] = reply.policy
     body = reply.body
     if reply.template:
         body = render_template(reply.template, mode=world.settings.mode, service=world.settings.service_name, **reply.context)

@@ -121,7 +121,7 @@ def poll(force, only, as_json):
     changed = [f"{check.target} {check.changes}" for check in checks if check.changes]
     click.echo(
         f"Polled {len(checks)}: {len(checks) - len(failed)} operational, {len(failed)} not{_listed(failed)};"
-        f" {sum(check.changes for check in checks)} changes{_listed(changed)}."
+        f" {_counted(sum(check.changes for check in checks))}{_listed(changed)}."
     )
 
 
@@ -174,6 +174,10 @@ def _cell(value):
         return "yes" if value else "no"
     text = "-" if value is None else str(value)
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
+def _counted(changes):
+    return "1 change" if changes == 1 else f"{changes} changes"
 
 
 def _listed(items):

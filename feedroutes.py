@@ -30,24 +30,23 @@ class View(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An HTTP answer. ``template`` and ``context`` stand for the body of a page."""
+    """An HTTP answer. ``template`` and ``context`` stand for the body of a page, ``policy`` is what it may load, if anything."""
 
     status: int
     headers: dict[str, str]
     body: bytes = b""
     template: str | None = None
     context: dict | None = None
+    policy: str = ""
 
 
 # -- Answering ------------------------------------------------------------------------------------------------
 
-SAFE = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
-PAGE = {
-    **SAFE,
-    "Content-Type": "text/html; charset=utf-8",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'; form-action 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-}
+CACHED = {"Cache-Control": "no-cache"}
+PAGE = {**CACHED, "Content-Type": "text/html; charset=utf-8"}
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 def respond(db, view, query, args, *, if_none_match=""):
@@ -58,17 +57,17 @@ def respond(db, view, query, args, *, if_none_match=""):
             found = view.answer(db, query._replace(values={**values, **query.values}))
     except Refusal as refusal:
         if view.template:
-            return Reply(refusal.status, PAGE, template="refused.html", context={"refusal": refusal})
+            return Reply(refusal.status, PAGE, template="refused.html", context={"refusal": refusal}, policy=PAGE_POLICY)
         return _refused(db, query, refusal)
     if isinstance(found, Data):
         return _enveloped(db, query, found, if_none_match)
     if isinstance(found, Bytes):
         tag = f'"{hashlib.sha256(found.content).hexdigest()[:32]}"'
-        headers = {**SAFE, "ETag": tag, **dict(found.headers)}
+        headers = {**CACHED, "ETag": tag, **dict(found.headers)}
         if _matches(if_none_match, tag.__eq__):
             return Reply(304, headers)
-        return Reply(200, {**headers, "Content-Type": found.media_type}, found.content)
-    return Reply(200, PAGE, template=view.template, context=found)
+        return Reply(200, {**headers, "Content-Type": found.media_type}, found.content, policy=found.policy)
+    return Reply(200, PAGE, template=view.template, context=found, policy=PAGE_POLICY)
 
 
 def _enveloped(db, query, found, if_none_match):
@@ -79,7 +78,7 @@ def _enveloped(db, query, found, if_none_match):
     """
     data = as_json(found.data)
     facts = hashlib.sha256(data if found.facts is None else as_json(found.facts)).hexdigest()[:32]
-    headers = dict(SAFE)
+    headers = dict(CACHED)
     if found.next:
         headers["Link"] = f'<{query.path}?cursor={found.next}>; rel="next"'
     as_of = _as_of(db, query)
@@ -92,7 +91,7 @@ def _enveloped(db, query, found, if_none_match):
 
 def _refused(db, query, refusal):
     body = {"error": refusal.code, "message": refusal.message, **_envelope(_as_of(db, query))}
-    return Reply(refusal.status, {**SAFE, "Content-Type": "application/json"}, as_json(body))
+    return Reply(refusal.status, {**CACHED, "Content-Type": "application/json"}, as_json(body))
 
 
 def _envelope(as_of):

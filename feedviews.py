@@ -66,6 +66,7 @@ class Bytes(NamedTuple):
     content: bytes
     media_type: str
     headers: tuple[tuple[str, str], ...] = ()
+    policy: str = ""  # Content-Security-Policy, if not the strict one of all data
 
 
 # -- Parts of the shapes --------------------------------------------------------------------------------------
@@ -326,10 +327,9 @@ def raw(db, query):
     headers = (
         ("Content-Disposition", f'attachment; filename="supported-{id}.json"'),
         ("Repr-Digest", f"sha-256=:{base64.b64encode(row['sha256']).decode()}:"),
-        ("Content-Security-Policy", "sandbox; default-src 'none'"),
         ("Cache-Control", "public, max-age=3600"),
     )
-    return Bytes(zlib.decompress(row["content"]), "application/octet-stream", headers)
+    return Bytes(zlib.decompress(row["content"]), "application/octet-stream", headers, "sandbox; default-src 'none'")
 
 
 def quoted(text):

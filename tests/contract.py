@@ -57,6 +57,8 @@ def _check_body(response, documented, where):
         return
     kind = response.content_type.partition(";")[0]
     assert kind in content, f"{where}: {kind} is not documented"
+    if "schema" not in content[kind]:
+        return  # bytes of no form that a schema could tell
     value = json.loads(response.data) if kind.endswith("json") else response.get_data(as_text=True)
     _fits(value, content[kind]["schema"], where)
 
