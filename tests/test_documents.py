@@ -114,6 +114,21 @@ def test_a_document_is_not_sent_twice_to_who_has_it(client, path):
     assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/agents.md", "/docs", "/docs/states.svg", "/openapi.json"])
+@pytest.mark.parametrize("accept", ["*/*", "text/html", "text/markdown"])
+def test_a_document_is_served_again_exactly_as_the_first_time(client, path, accept):
+    first, again = (client.get(path, headers={"Accept": accept}) for _ in range(2))
+    assert again.data == first.data
+    changed = {name for name, value in first.headers if again.headers.get(name) != value}
+    assert (set(first.headers.keys()), changed) == (set(again.headers.keys()), {"RateLimit-Remaining"})
+
+
+def test_two_names_of_a_sandbox_do_not_share_a_page(remade):
+    client = remade(base_url="")
+    for name in ("http://one.test", "http://two.test", "https://one.test", "http://one.test"):
+        assert f'SERVICE = "{name}"' in client.get("/agents.md", base_url=name).get_data(as_text=True)
+
+
 def test_head_answers_without_a_body(client):
     answer = client.head("/agents.md")
     assert (answer.status_code, answer.data) == (200, b"")
