@@ -86,6 +86,9 @@ def test_only_a_sandbox_talks_about_the_sandbox(world, client):
         for body in page.bodies.values():
             assert b"sandbox" not in body.lower().replace(b".sandbox", b"").replace(b'"sandbox"', b""), page.path
     assert b'client.set_spend_controls({"max_amount_per_payment": "$600"})' in pages["/agents.md"].bodies[documents.MARKDOWN]
+    guide = pages["/agents.md"].bodies[documents.MARKDOWN].decode()
+    for example in re.findall(r"^```python.*?\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL):
+        compile(example, "agents.md", "exec")  # what the sandbox's guide runs, as a live service words it
     assert "set_spend_controls" in read(client, "/agents.md")
 
 
