@@ -197,8 +197,13 @@ def register(app, world):
 def _add_documents(app, world, surface, shelf):
     for path in ("/llms.txt", "/agents.md", "/pricing.md", "/docs"):
         app.add_url_rule(path, path, lambda path=path: limited(world, lambda: surface.page(path), shelf))
-    for path in ("/", "/deprecation-policy", "/robots.txt", "/favicon.svg", "/favicon.ico"):
+    for path in ("/deprecation-policy", "/robots.txt", "/favicon.svg", "/favicon.ico"):
         app.add_url_rule(path, path, lambda path=path: surface.page(path))
+
+    @app.get("/")
+    def landing():
+        add_headers(request.environ, ("Link", discovery.homepage_links(base_url(world))))
+        return surface.page("/")
 
     @app.get("/docs/<name>")
     def docs(name):
