@@ -29,7 +29,10 @@ test: .venv/tests-ready tests/evm/node_modules/ready  ## Set up, and run every t
 serve: .venv/ready  ## Serve the sandbox at http://127.0.0.1:8402
 	@$(BIN)/python cli.py serve
 
+bench: .venv/tests-ready  ## Measure, against what it should be compared with
+	@$(BIN)/python bench/documents.py
+
 contracts: tests/evm/node_modules/ready  ## Compile the test token again
 	@node tests/evm/build.mjs
 
-.PHONY: help demo test serve contracts
+.PHONY: help demo test serve bench contracts

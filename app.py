@@ -44,8 +44,6 @@ def create_app(settings=None, world=None):
     app.config["MAX_CONTENT_LENGTH"] = BODY_CAP + 1  # one more, to notice where a chunked body was cut
     app.json.sort_keys = False
     app.world = world
-    if settings.proxies:
-        app.wsgi_app = ProxyFix(app.wsgi_app, x_for=settings.proxies, x_proto=0, x_host=0, x_prefix=0)
     _add_errors(app, world)
     _add_deals(app, world)
     _add_feed(app, world)
@@ -53,6 +51,8 @@ def create_app(settings=None, world=None):
     if settings.sandbox:
         _add_sandbox(app, world)
     app.after_request(_preflight)
+    if settings.proxies:
+        app.wsgi_app = ProxyFix(app.wsgi_app, x_for=settings.proxies, x_proto=0, x_host=0, x_prefix=0)
     return app
 
 

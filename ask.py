@@ -48,6 +48,9 @@ def ask(db, question, base_url):
 
 
 def as_markdown(answer):
-    """Write an answer as Markdown, for a reader that prefers it."""
-    parts = [f"## [{found['title']}: {found['section']}]({found['url']})\n\n{found['text']}\n" for found in answer["results"]]
-    return "\n".join([*parts, answer["hint"]]) + "\n"
+    """Write an answer as Markdown, for a reader that prefers it. The question is not in it: it is a stranger's text."""
+    parts = ["# Answers", answer["hint"]]
+    for found in answer["results"]:
+        title = found["title"] if found["section"] == found["title"] else f"{found['title']}: {found['section']}"
+        parts.append(f"## [{title}]({found['url']})\n\n{found['text']}")
+    return "\n\n".join(parts) + "\n"

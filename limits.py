@@ -182,6 +182,20 @@ def visit(part, client, *, now, most=FREE_MOST, seconds=FREE_SECONDS):
     return False, 0, max(1, math.ceil((opens or now) - now))
 
 
+def free(database_path, address, *, now):
+    """Count one request to a free document by the client at ``address``; returns what :func:`visit` does."""
+    key = client_key(address)
+    return visit(log(database_path, key), key, now=now)
+
+
+def too_many(reset):
+    """Return the refusal of a request to a free document; a slot opens in ``reset`` seconds."""
+    return Refusal(
+        "rate_limited", f"More than {FREE_MOST} requests in {FREE_SECONDS} s; a slot opens in {reset} s.",
+        headers={**dict(free_headers(0, reset)), "Retry-After": str(reset)},
+    )  # fmt: skip
+
+
 def free_headers(left, reset):
     """Return the four headers of a free document's answer."""
     return (

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sqlite3
 
 import coincurve
 from flask import Response, request
@@ -95,25 +96,70 @@ def preferred(accept, kinds):
     return kinds[names.index(best)]
 
 
-def limited(world, answer):
-    """Answer one request to a free document, if this client has a slot left in its window."""
-    key = limits.client_key(client())
-    admitted, left, reset = limits.visit(limits.log(world.settings.database, key), key, now=world.clock())
-    headers = limits.free_headers(left, reset)
+def limited(world, answer, shelf=None):
+    """Answer one request to a free document, if this client has a slot left in its window.
+
+    With a shelf, the answer is kept there for everybody who asks the same way.
+    """
+    admitted, left, reset = limits.free(world.settings.database, client(), now=world.clock())
     if not admitted:
-        raise Refusal(
-            "rate_limited", f"More than {limits.FREE_MOST} requests in {limits.FREE_SECONDS} s; a slot opens in {reset} s.",
-            headers={**dict(headers), "Retry-After": str(reset)},
-        )  # fmt: skip
+        raise limits.too_many(reset)
     response = answer()
-    add_headers(request.environ, *headers)
+    if shelf is not None:
+        shelf.keep(request.environ, response)
+    add_headers(request.environ, *limits.free_headers(left, reset))
     return response
+
+
+class Shelf:
+    """Serve a document again that was served before, to a request that asks the same way, without waking Flask.
+
+    Only what is the same for everybody is here; who asks is counted first, as ever. Flask answers the rest:
+    first requests, HEAD, conditional requests, refusals.
+    """
+
+    MOST = 512
+
+    def __init__(self, application, world):
+        self.application, self.world = application, world
+        self.ready = {}
+
+    def __call__(self, environ, start_response):
+        found = self.ready.get(_manner(environ))
+        if found is None or environ["REQUEST_METHOD"] != "GET" or "HTTP_IF_NONE_MATCH" in environ:
+            return self.application(environ, start_response)
+        try:
+            settings, address = self.world.settings, environ.get("REMOTE_ADDR", "")
+            admitted, left, reset = limits.free(settings.database, address, now=self.world.clock())
+        except sqlite3.Error:
+            admitted = False
+        if not admitted:
+            return self.application(environ, start_response)
+        body, headers, environ["deals.policy"] = found
+        start_response("200 OK", [*headers, *limits.free_headers(left, reset)])
+        return [body]
+
+    def keep(self, environ, response):
+        """Put the answer that Flask has just made on the shelf."""
+        going = deprecations.headers("GET", environ["PATH_INFO"], "")
+        if response.status_code == 200 and environ["REQUEST_METHOD"] == "GET" and not going and len(_manner(environ)[1]) < 200:
+            if len(self.ready) >= self.MOST:  # a sandbox may be called by any name; begin anew now and then
+                self.ready.clear()
+            headers = [*response.headers, *environ["deals.headers"]]
+            self.ready[_manner(environ)] = response.get_data(), headers, environ.get("deals.policy", DATA_POLICY)
+
+
+def _manner(environ):
+    """Return everything in a request that a document depends on."""
+    asked = environ.get("HTTP_ACCEPT", ""), environ.get("HTTP_HOST"), environ["wsgi.url_scheme"]
+    return environ["PATH_INFO"], *asked
 
 
 def register(app, world):
     """Bind the routes of the free surface and the headers that every answer carries."""
     surface = Surface(world)
-    _add_documents(app, world, surface)
+    shelf = Shelf(app.wsgi_app, world)
+    _add_documents(app, world, surface, shelf)
     _add_discovery(app, world, surface)
 
     @app.post("/feedback")
@@ -145,29 +191,31 @@ def register(app, world):
     ]
     if world.settings.base_url.startswith("https:"):
         headers.append(("Strict-Transport-Security", "max-age=31536000"))
-    app.wsgi_app = Headers(app.wsgi_app, headers, DATA_POLICY)
+    app.wsgi_app = Headers(shelf, headers, DATA_POLICY)
 
 
-def _add_documents(app, world, surface):
+def _add_documents(app, world, surface, shelf):
     for path in ("/llms.txt", "/agents.md", "/pricing.md", "/docs"):
-        app.add_url_rule(path, path, lambda path=path: limited(world, lambda: surface.page(path)))
-    for path in ("/", "/deprecation-policy", "/robots.txt", "/favicon.svg", "/favicon.ico"):
+        app.add_url_rule(path, path, lambda path=path: limited(world, lambda: surface.page(path), shelf))
+    for path in ("/deprecation-policy", "/robots.txt", "/favicon.svg", "/favicon.ico"):
         app.add_url_rule(path, path, lambda path=path: surface.page(path))
+
+    @app.get("/")
+    def landing():
+        add_headers(request.environ, ("Link", discovery.homepage_links(base_url(world))))
+        return surface.page("/")
 
     @app.get("/docs/<name>")
     def docs(name):
-        return limited(world, lambda: surface.page(f"/docs/{name}"))
+        return limited(world, lambda: surface.page(f"/docs/{name}"), shelf)
 
     @app.get("/docs/errors/<code>")
     def error_page(code):
-        return limited(world, lambda: surface.page(f"/docs/errors/{code}"))
+        return limited(world, lambda: surface.page(f"/docs/errors/{code}"), shelf)
 
     @app.get("/openapi.json")
     def openapi():
-        def answer():
-            return surface.send(request.environ, surface.openapi(base_url(world)))
-
-        return limited(world, answer)
+        return limited(world, lambda: surface.send(request.environ, surface.openapi(base_url(world))), shelf)
 
     @app.get("/ask")
     def questions():

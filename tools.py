@@ -16,6 +16,7 @@ import chain
 import deals
 import discovery
 import feedback
+import limits
 import operations
 import payments
 import sandbox
@@ -33,6 +34,7 @@ META = "io.modelcontextprotocol/"
 X402_PAYMENT, X402_RESPONSE = "x402/payment", "x402/payment-response"
 MPP_CREDENTIAL, MPP_RECEIPT = "org.paymentauth/credential", "org.paymentauth/receipt"
 DOCUMENTS = ("agents.md", "pricing.md", "llms.txt", "deprecation-policy", "openapi.json")
+LIMITED = ("ask", "read_document", "health", "facilitators")  # they read the free documents
 INSTRUCTIONS = (
     "Holds a payment between a buyer and a seller. create_deal costs money; every other tool is free. Act only on a deal"
     " whose state is funded or later. After a result with state pending, never pay again: call get_deal. confirm_deal,"
@@ -306,6 +308,10 @@ def _free(caller, name, arguments):
     if name == "sandbox_faucet":
         return sandbox.faucet(db, spec.check("FaucetRequest", arguments))
     _check_arguments(caller, name, arguments)
+    if name in LIMITED:
+        admitted, _, reset = limits.free(world.settings.database, caller.client, now=world.clock())
+        if not admitted:
+            raise limits.too_many(reset)
     if name == "ask":
         return ask.ask(caller.passages, arguments["q"], caller.base_url)
     if name == "list_endpoints":

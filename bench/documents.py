@@ -4,6 +4,7 @@ Run by `make bench`. One gunicorn with two workers each, the same small load gen
 """
 
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ def start(folder, target, environ):
     for _ in range(100):
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            time.sleep(3)  # until both workers have built their app
             return process, port
         except OSError:
             time.sleep(0.1)
@@ -50,25 +52,23 @@ def load(port, path, seconds):
     stop, counts = time.monotonic() + seconds, []
 
     def run(number):
-        done, reader = 0, None
+        done, connection = 0, None
         while time.monotonic() < stop:
-            if reader is None:
+            if connection is None:
                 connection = socket.create_connection(("127.0.0.1", port))
-                reader = connection.makefile("rb")
             client = (number + done * CONNECTIONS) % CLIENTS
             address = f"198.18.{client // 250}.{client % 250 + 1}"
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: bench\r\nX-Forwarded-For: {address}\r\n\r\n".encode())
-            status = reader.readline()
-            if not status.startswith(b"HTTP/1.1 200"):
-                raise SystemExit(f"{path}: {status!r}")
-            length, keep = 0, True
-            while (line := reader.readline()) != b"\r\n":
-                name, _, value = line.lower().partition(b":")
-                length = int(value) if name == b"content-length" else length
-                keep = keep and not (name == b"connection" and value.strip() == b"close")
-            reader.read(length)
-            if not keep:
-                reader = None
+            answer = connection.recv(65536)
+            while (end := answer.find(b"\r\n\r\n")) < 0:
+                answer += connection.recv(65536)
+            if not answer.startswith(b"HTTP/1.1 200"):
+                raise SystemExit(f"{path}: {answer[:40]!r}")
+            left = int(re.search(rb"\r\nContent-Length: (\d+)", answer)[1]) + end + 4 - len(answer)
+            while left > 0:
+                left -= len(connection.recv(65536))
+            if b"\r\nConnection: close" in answer[:end]:
+                connection = None
             done += 1
         counts.append(done)
 

@@ -1,6 +1,7 @@
 """How the service is found: the endpoint list, the index, the bazaar entry, the well-known documents, feedback."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -92,6 +93,12 @@ def test_the_api_catalogue_is_a_linkset_whose_links_are_there(client):
     for links in list(entry.values())[1:]:
         for link in links:
             assert client.get(link["href"].removeprefix("http://deals.test")).status_code == 200
+
+
+def test_the_landing_page_tells_machines_where_to_look(client):
+    links = dict(re.findall(r'<http://deals.test([^>]*)>; rel="([^"]*)"', client.get("/").headers["Link"]))
+    assert links["/openapi.json"] == "service-desc"
+    assert all(client.get(path).status_code == 200 for path in links)
 
 
 def test_the_mcp_card_names_the_endpoint_and_its_tools(client):

@@ -86,6 +86,9 @@ def test_only_a_sandbox_talks_about_the_sandbox(world, client):
         for body in page.bodies.values():
             assert b"sandbox" not in body.lower().replace(b".sandbox", b"").replace(b'"sandbox"', b""), page.path
     assert b'client.set_spend_controls({"max_amount_per_payment": "$600"})' in pages["/agents.md"].bodies[documents.MARKDOWN]
+    guide = pages["/agents.md"].bodies[documents.MARKDOWN].decode()
+    for example in re.findall(r"^```python.*?\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL):
+        compile(example, "agents.md", "exec")  # what the sandbox's guide runs, as a live service words it
     assert "set_spend_controls" in read(client, "/agents.md")
 
 
@@ -112,6 +115,21 @@ def test_a_document_is_not_sent_twice_to_who_has_it(client, path):
     assert re.fullmatch(r'"[0-9a-f]{32}"', etag)
     assert client.get(path, headers={"If-None-Match": etag}).status_code == 304
     assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/agents.md", "/docs", "/docs/states.svg", "/openapi.json"])
+@pytest.mark.parametrize("accept", ["*/*", "text/html", "text/markdown"])
+def test_a_document_is_served_again_exactly_as_the_first_time(client, path, accept):
+    first, again = (client.get(path, headers={"Accept": accept}) for _ in range(2))
+    assert again.data == first.data
+    changed = {name for name, value in first.headers if again.headers.get(name) != value}
+    assert (set(first.headers.keys()), changed) == (set(again.headers.keys()), {"RateLimit-Remaining"})
+
+
+def test_two_names_of_a_sandbox_do_not_share_a_page(remade):
+    client = remade(base_url="")
+    for name in ("http://one.test", "http://two.test", "https://one.test", "http://one.test"):
+        assert f'SERVICE = "{name}"' in client.get("/agents.md", base_url=name).get_data(as_text=True)
 
 
 def test_head_answers_without_a_body(client):

@@ -216,6 +216,14 @@ def test_the_free_tools_say_what_the_routes_say(call, client):
     assert call("feedback", {"message": "Hello."})["structuredContent"]["id"].startswith("feedback_")
 
 
+def test_the_documents_limit_holds_for_the_tools_that_read_them(call, client):
+    for _ in range(120):
+        client.get("/llms.txt")
+    result = call("ask", {"q": "fee"})
+    assert (result["structuredContent"]["error"], result["structuredContent"]["retry_after_seconds"]) == ("rate_limited", 60)
+    assert not call("list_endpoints")["isError"]
+
+
 # -- Paying -------------------------------------------------------------------------------------------------
 
 
