@@ -15,7 +15,7 @@ import operations
 import sandbox
 import settlement
 from conftest import NOON
-from parties import Buyer, Scripted, another, balance, error, files, nonce, send
+from parties import Buyer, Scripted, another, balance, error, files, nonce, send, serving
 from test_quotes import PATHS, SECRET_HASH, TERMS, deal_id, deposit
 
 BUYER = "0x7E5F4552091A69125d5DfCb7b8C2659029395Bdf"  # the wallet of key 1
@@ -181,6 +181,28 @@ def test_an_unknown_outcome_answers_202_and_a_second_payment_is_not_settled(sile
     retried = send(client, body, buyer.x402(quote))  # the same payment, and a facilitator that works again
     assert (retried.status_code, retried.json[0]["state"]) == (200, "funded")
     assert balance(world, buyer.address) == 10_000_000_000 - 20_292_000
+
+
+@pytest.mark.parametrize("rival, status", [("buyer", 200), ("charlie", 409)])
+@pytest.mark.parametrize("lapsed", [False, True])
+def test_a_payment_that_loses_the_race_for_its_terms_is_not_settled(world, client, buyer, charlie, rival, status, lapsed, clock):
+    body, payer = buyer.request(), {"buyer": buyer, "charlie": charlie}[rival]
+    quote = buyer.quote(body)
+    if lapsed:
+        poor = another(world, outcome=facilitators.Outcome("refused", reason="insufficient_funds"))
+        assert send(poor, body, buyer.x402(quote, nonce=nonce(8))).status_code == 402
+        clock.now += 361
+
+    class Slow(Scripted):
+        def verify(self, *args, **options):
+            assert send(client, body, payer.x402(quote, nonce=nonce(7))).status_code == 200
+            return super().verify(*args, **options)
+
+    slow = Slow(world.facilitators[0])
+    answer = send(serving(world, slow), body, buyer.x402(quote))
+    assert (answer.status_code, slow.calls) == (status, ["verify"])
+    assert status == 200 or answer.json["error"] == "deal_exists"
+    assert balance(world, buyer.address) + balance(world, charlie.address) == 20_000_000_000 - 20_292_000
 
 
 @pytest.mark.parametrize("fresh", [False, True])
