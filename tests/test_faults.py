@@ -163,6 +163,48 @@ def test_an_outcome_that_stays_unknown_lapses_when_the_authorization_is_dead(
     assert answer.status_code == 402 and "expires too soon" in answer.json["error"]
 
 
+@pytest.mark.parametrize("pauses, status", [(1, 200), (5, 200), (6, 202)])
+def test_money_on_its_way_is_waited_for_some_seconds_and_no_longer(pauses, status, world, body, payment, lands, state, clock):
+    naps = []
+
+    def sleep(seconds):
+        clock.sleep(seconds)
+        naps.append(seconds)
+        if len(naps) == pauses:
+            lands()
+
+    peer = Scripted(world.facilitators[0], outcome=Outcome("settled", "0x" + "ab" * 32))
+    answer = send(serving(dataclasses.replace(world, sleep=sleep), peer), body, payment)
+    assert (answer.status_code, state()) == (status, "funded" if status == 200 else "pending")
+    assert sum(naps) <= 6
+
+
+def test_a_worker_that_wakes_up_after_its_payment_was_given_up_funds_nothing(
+    world, db, body, payment, buyer, lands, state, held, clock, wallets, sweep
+):
+    real = world.facilitators[0]
+
+    def long_sleep():
+        clock.now += 200
+        lands()  # in time for the token, but the sweep's node does not see it yet
+        hidden = db.execute("SELECT nonce, (SELECT units FROM sandbox_balances WHERE address = ?) AS units"
+                            " FROM sandbox_authorizations", (landed,)).fetchone()  # fmt: skip
+        db.execute("UPDATE sandbox_authorizations SET nonce = 'unseen'")
+        db.execute("UPDATE sandbox_balances SET units = 0 WHERE address = ?", (landed,))
+        clock.now += 200
+        transfers.sweep(db, dataclasses.replace(world, facilitators=(Scripted(real, outcome=UNKNOWN),)), wallets)
+        assert state() == "lapsed"
+        db.execute("UPDATE sandbox_authorizations SET nonce = ?", (hidden["nonce"],))
+        db.execute("UPDATE sandbox_balances SET units = ? WHERE address = ?", (hidden["units"], landed))
+
+    landed = buyer.authorization(buyer.quote(body)).to
+    answer = send(serving(world, Peer(real, outcome=UNKNOWN, after=long_sleep)), body, payment)
+    assert error(answer) == (502, "settlement_failed") and state() == "lapsed"
+    clock.now += 600
+    sweep()
+    assert (held(), balance(world, buyer.address), operations.audit(db, world)) == (0, GRANT, [])
+
+
 # -- Two facilitators -----------------------------------------------------------------------------------------
 
 YES, SILENT, REFUSES, GONE = None, UNKNOWN, OUTCOMES["insufficient funds"], OUTCOMES["unreachable"]

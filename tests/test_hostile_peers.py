@@ -29,7 +29,7 @@ BUDGET = 0.6  # seconds of settling in these tests; the service gives a settle a
 def answer(value, status="200 OK", kind="application/json", more=""):
     """Return the bytes of one whole HTTP answer."""
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
     return head.encode() + body
 
 
@@ -97,7 +97,7 @@ WORDS = {
     "an empty object": says({}),
     "an array": says([WON]),
     "null": says(None),
-    "no content": raw(b"HTTP/1.1 204 No Content\r\n\r\n"),
+    "no content": raw(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n"),
     "success as text": says({**WON, "success": "true"}),
     "deep nesting": says(b"[" * 100_000),
     "NaN": says(b'{"success": NaN}'),

@@ -14,8 +14,9 @@ import facilitators
 import operations
 import sandbox
 import settlement
+import transfers
 from conftest import NOON
-from parties import Buyer, Scripted, another, balance, error, files, nonce, send
+from parties import Buyer, Scripted, another, balance, error, files, nonce, send, serving
 from test_quotes import PATHS, SECRET_HASH, TERMS, deal_id, deposit
 
 BUYER = "0x7E5F4552091A69125d5DfCb7b8C2659029395Bdf"  # the wallet of key 1
@@ -183,6 +184,29 @@ def test_an_unknown_outcome_answers_202_and_a_second_payment_is_not_settled(sile
     assert balance(world, buyer.address) == 10_000_000_000 - 20_292_000
 
 
+@pytest.mark.parametrize("rival, status", [("buyer", 200), ("charlie", 409)])
+@pytest.mark.parametrize("lapsed", [False, True])
+def test_a_payment_that_loses_the_race_for_its_terms_is_not_settled(world, client, buyer, charlie, rival, status, lapsed, clock, sweep):
+    body, payer = buyer.request(), {"buyer": buyer, "charlie": charlie}[rival]
+    quote = buyer.quote(body)
+    if lapsed:
+        poor = another(world, outcome=facilitators.Outcome("refused", reason="insufficient_funds"))
+        assert send(poor, body, buyer.x402(quote, nonce=nonce(8))).status_code == 402
+        clock.now += 361
+
+    class Slow(Scripted):
+        def verify(self, *args, **options):
+            assert send(client, body, payer.x402(quote, nonce=nonce(7))).status_code == 200
+            sweep()
+            return super().verify(*args, **options)
+
+    slow = Slow(world.facilitators[0])
+    answer = send(serving(world, slow), body, buyer.x402(quote))
+    assert (answer.status_code, slow.calls) == (status, ["verify"])
+    assert status == 200 or answer.json["error"] == "deal_exists"
+    assert balance(world, buyer.address) + balance(world, charlie.address) == 20_000_000_000 - 20_292_000
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_lapsed_attempt_may_be_paid_again_at_the_same_address(world, client, buyer, clock, fresh):
     poor = another(world, outcome=facilitators.Outcome("refused", reason="insufficient_funds"))
@@ -223,6 +247,25 @@ def test_money_of_a_first_payer_that_landed_late_never_becomes_the_next_payers(w
     assert balance(world, buyer.address) == 10_000_000_000
     assert send(client, body, charlie.x402(charlie.quote(body))).status_code == 200
     assert balance(world, charlie.address) == 10_000_000_000 - 20_292_000
+
+
+def test_no_new_attempt_starts_while_late_money_is_on_its_way_back(world, client, buyer, clock, db, wallets, sweep):
+    poor = another(world, outcome=facilitators.Outcome("refused", reason="insufficient_funds"))
+    body = buyer.request()
+    quote = buyer.quote(body)
+    assert send(poor, body, buyer.x402(quote)).status_code == 402
+    authorization = buyer.authorization(quote)
+    sandbox.transfer(db, world.terminal.token, authorization, buyer.sign(authorization), now=NOON)
+    clock.now += 361
+    stuck = Scripted(world.facilitators[0], outcome=facilitators.Outcome("unsent", reason="unreachable"))
+    for _ in range(2):
+        transfers.sweep(db, dataclasses.replace(world, facilitators=(stuck,)), wallets)
+    again = buyer.x402(quote, nonce=nonce(7), valid_before=NOON + 800)
+    assert error(send(client, body, again)) == (409, "payment_in_progress")
+    clock.now += 60
+    sweep()
+    assert balance(world, buyer.address) == 10_000_000_000
+    assert send(client, body, again).status_code == 200
 
 
 @pytest.mark.parametrize("protocol", ["x402", "mpp"])
