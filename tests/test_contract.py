@@ -68,6 +68,8 @@ def _media(document):
     )
     for where, response in itertools.chain(shared, own, bodies):
         for kind, media in response.get("content", {}).items():
+            if kind == "application/octet-stream":  # bytes as they are: OpenAPI 3.1 gives them no schema
+                continue
             yield f"{where} {kind}", media
 
 
