@@ -88,14 +88,17 @@ def add_headers(environ, *pairs):
 
 
 class Headers:
-    """Finish every answer: what :func:`add_headers` was told, what is always there, and the content policy."""
+    """Finish every answer: what :func:`add_headers` was told, what is always there, and the content policy;
+    a header that is there already stays."""
 
     def __init__(self, application, always, policy):
         self.application, self.always, self.policy = application, always, policy
 
     def __call__(self, environ, start_response):
         def start(status, headers, *more):
+            there = {name for name, _ in headers}
             policy = ("Content-Security-Policy", environ.get("deals.policy", self.policy))
-            return start_response(status, [*headers, *environ.get("deals.headers", ()), *self.always, policy], *more)
+            rest = [pair for pair in (*self.always, policy) if pair[0] not in there]
+            return start_response(status, [*headers, *environ.get("deals.headers", ()), *rest], *more)
 
         return self.application(environ, start)

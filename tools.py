@@ -16,11 +16,14 @@ import chain
 import deals
 import discovery
 import feedback
+import feedroutes
+import feedviews
 import limits
 import operations
 import payments
 import sandbox
 import spec
+import targets
 from deals import Refusal
 
 CURRENT, BEFORE = "2026-07-28", "2025-11-25"
@@ -34,7 +37,7 @@ META = "io.modelcontextprotocol/"
 X402_PAYMENT, X402_RESPONSE = "x402/payment", "x402/payment-response"
 MPP_CREDENTIAL, MPP_RECEIPT = "org.paymentauth/credential", "org.paymentauth/receipt"
 DOCUMENTS = ("agents.md", "pricing.md", "llms.txt", "deprecation-policy", "openapi.json")
-LIMITED = ("ask", "read_document", "health", "facilitators")  # they read the free documents
+LIMITED = ("ask", "read_document", "health")  # they read the free documents
 INSTRUCTIONS = (
     "Holds a payment between a buyer and a seller. create_deal costs money; every other tool is free. Act only on a deal"
     " whose state is funded or later. After a result with state pending, never pay again: call get_deal. confirm_deal,"
@@ -94,11 +97,9 @@ def catalogue(settings):
         _tool("read_document", "Read a document", "Free. One of the service's documents; agents.md is the complete guide.",
               _object({"name": {"type": "string", "enum": list(DOCUMENTS)}}), reads=True),
         _tool("health", "Is the service fit?", "Free. Whether money can be moved and recorded now.", _object({}), reads=True),
-        _tool("facilitators", "List the payment facilitators",
-              "Free. The facilitators this service settles payments through, in the order they are tried, and their state.",
-              _object({}), reads=True),
         _tool("feedback", "Send a note to the operators", "Free. Ten notes an hour.", _component("FeedbackRequest")),
     ]  # fmt: skip
+    found += [_tool(name, *words, _query(path), reads=True) for name, (path, *words) in _FEED.items()]
     if settings.sandbox:
         found += [
             _tool("sandbox_faucet", "Get sandbox dollars", "Free, and worth nothing: dollars of this sandbox.",
@@ -131,6 +132,26 @@ _ACTIONS = {
     "split": ("Offer a split (either party)", "FINAL when both parties' latest offers name the same seller_usd: the seller"
               " gets that, the buyer the rest. Until then it is an offer that a later one replaces."),
 }  # fmt: skip
+
+
+_WATCHED = "Free. Declarations only: what GET /supported said, when; nothing behind it was tried."
+_FEED = {
+    "facilitators": ("/v1/feed/facilitators", "List the watched facilitators, or read one",
+                     f"{_WATCHED} All of them, or one by its id: latest check, declaration, capabilities."),
+    "feed_summary": ("/v1/feed/summary", "Count the facilitators that answer", _WATCHED),
+    "feed_events": ("/v1/feed/events", "Read what changed in declarations", f"{_WATCHED} Oldest first, in pages."),
+    "feed_capabilities": ("/v1/feed/capabilities", "Who declares a scheme, network or extension", _WATCHED),
+    "feed_standards": ("/v1/feed/standards", "List the standards that declarations name", _WATCHED),
+}  # fmt: skip
+
+
+def _query(path):
+    """Return the query parameters of a published GET as a tool's arguments; a list's items have an id."""
+    listed = spec.document()["paths"][path]["get"]["parameters"]
+    found = {part["name"]: {**part["schema"], "description": part["description"]} for part in listed if part.get("in") == "query"}
+    if path == "/v1/feed/facilitators":
+        found["id"] = {"type": "string", "description": "A facilitator's id."}
+    return _object(found, ())
 
 
 def _tool(name, title, description, schema, *, reads=False, paid=False, final=False):
@@ -322,8 +343,8 @@ def _free(caller, name, arguments):
         return document(caller, arguments["name"])
     if name == "health":
         return operations.health(db, world)[1]
-    if name == "facilitators":
-        return {"facilitators": operations.health(db, world)[1]["facilitators"]}
+    if name in _FEED:
+        return _feed(caller, _FEED[name][0], arguments)
     if name == "sandbox_balance":
         return sandbox.holding(db, arguments["address"])
     deal_id = arguments.pop("deal_id")
@@ -337,6 +358,20 @@ def _free(caller, name, arguments):
         row = actions.act(db, world, deal_id, name.removesuffix("_deal"), arguments, client=caller.client)
         body, _ = actions.rendered(db, world, row)
     return json.loads(body)
+
+
+def _feed(caller, path, arguments):
+    """Answer from a view of the feed, as its route does."""
+    one = arguments.pop("id", None) if path == "/v1/feed/facilitators" else None
+    values = {} if one is None else {"id": one}
+    view = feedroutes.ROUTES[path if one is None else path + "/<id>"]
+    now_ns = int(caller.world.clock() * targets.SECOND)
+    query = feedviews.Query(values, path, now_ns, caller.base_url)
+    reply = feedroutes.respond(caller.db, view, query, {name: [str(value)] for name, value in arguments.items()})
+    value = json.loads(reply.body)
+    if reply.status != 200:
+        raise Refusal(value["error"], value["message"])
+    return value
 
 
 def _check_arguments(caller, name, arguments):

@@ -196,6 +196,12 @@ def test_every_answer_carries_the_security_headers_and_no_cookie(client):
         assert "Strict-Transport-Security" not in answer.headers
 
 
+def test_no_security_header_is_sent_twice(client):
+    for path in ("/", "/docs", "/feed", "/v1/feed/summary", "/nothing"):
+        for name in ("Content-Security-Policy", "X-Content-Type-Options", "Referrer-Policy"):
+            assert len(client.get(path).headers.getlist(name)) == 1, (path, name)
+
+
 def test_a_service_behind_https_asks_browsers_to_stay_there(remade):
     answer = remade(base_url="https://deals.example").get("/v1")
     assert answer.headers["Strict-Transport-Security"] == "max-age=31536000"

@@ -37,6 +37,9 @@ EXCUSED = {
     "/endpoints": [positive_data_acceptance],  # a cursor is what was given out before
     "/mcp": [positive_data_acceptance],  # JSON-RPC has methods and parameters of its own
     "/sandbox/balances/{address}": [positive_data_acceptance],  # EIP-55 checksums
+    "/v1/feed/events": [positive_data_acceptance],  # moments that fit into 64 bits of nanoseconds; cursors
+    "/v1/feed/facilitators/{id}/events": [positive_data_acceptance],
+    "/v1/feed/capabilities": [positive_data_acceptance],  # at least one of four parameters
     "/sandbox/faucet": [positive_data_acceptance],  # likewise, and amounts
 }
 OPERATIONS = [(method, path) for path, item in spec.document()["paths"].items() for method in item]

@@ -149,7 +149,7 @@ def test_there_is_a_tool_for_every_route_but_the_facilitator_s(app, rpc):
     actions = {f"{action}_deal" for action in ("accept", "deliver", "refund", "confirm", "cancel", "dispute", "statement", "split")}
     assert names == actions | {
         "create_deal", "create_deal_mpp", "get_deal", "list_endpoints", "ask", "read_document", "health", "facilitators",
-        "feedback", "sandbox_faucet", "sandbox_balance", "sandbox_skip",
+        "feedback", "feed_summary", "feed_events", "feed_capabilities", "feed_standards", "sandbox_faucet", "sandbox_balance", "sandbox_skip",
     }  # fmt: skip
 
 
@@ -210,7 +210,13 @@ def test_the_free_tools_say_what_the_routes_say(call, client):
     assert call("list_endpoints")["structuredContent"] == client.get("/endpoints").json
     assert call("ask", {"q": "fee"})["structuredContent"] == client.get("/ask?q=fee").json
     assert call("health")["structuredContent"] == client.get("/health").json
-    assert call("facilitators")["structuredContent"]["facilitators"] == client.get("/health").json["facilitators"]
+    for name, path in [("facilitators", "facilitators"), ("feed_summary", "summary"), ("feed_events", "events"),
+                       ("feed_capabilities", "capabilities"), ("feed_standards", "standards")]:  # fmt: skip
+        asked = {"scheme": "exact"} if path == "capabilities" else {}
+        found = client.get(f"/v1/feed/{path}", query_string=asked).json["data"]
+        assert call(name, asked)["structuredContent"]["data"] == found
+    assert call("facilitators", {"id": "nobody"})["structuredContent"]["error"] == "not_found"
+    assert call("feed_events", {"limit": 0})["structuredContent"]["error"] == "invalid_request"
     assert call("read_document", {"name": "agents.md"})["content"][0]["text"] == client.get("/agents.md").get_data(as_text=True)
     assert json.loads(call("read_document", {"name": "openapi.json"})["content"][0]["text"]) == client.get("/openapi.json").json
     assert call("feedback", {"message": "Hello."})["structuredContent"]["id"].startswith("feedback_")
