@@ -34,7 +34,8 @@ log = logging.getLogger("deals")
 def create_app(settings=None, world=None):
     """Build the WSGI application from the environment, or from a given world (tests, simulator)."""
     settings = settings or (world.settings if world else configuration.load())
-    if world is None:
+    built = world is None
+    if built:
         db = database.connect(settings.database)
         database.check(db, mode=settings.mode)
         world = worlds.build(settings, db)
@@ -47,7 +48,7 @@ def create_app(settings=None, world=None):
     _add_errors(app, world)
     _add_deals(app, world)
     _add_feed(app, world)
-    pages.register(app, world)
+    pages.register(app, world, warm=built)
     if settings.sandbox:
         _add_sandbox(app, world)
     app.after_request(_preflight)

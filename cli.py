@@ -1,6 +1,7 @@
 """The operator's commands: set up, serve, the cron jobs, and everything that needs a person or the master key."""
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -87,11 +88,16 @@ def progress(label):
 def init():
     """Prepare the database, the wallet and the service's own secrets. Safe to run again."""
     settings = configuration.load()
+    _prepare(settings, settings.base_url)
+
+
+def _prepare(settings, base_url):
     path = settings.wallets[0]
-    if not settings.sandbox and not settings.passphrase and not os.path.exists(path):
+    if not settings.sandbox and not settings.passphrase:
         raise _Stop("Set DEALS_WALLET_PASSPHRASE or DEALS_WALLET_PASSPHRASE_FILE: it encrypts the wallet.")
     db = database.here(settings.database)
     database.init(db, mode=settings.mode)
+    _check_wallets(db, settings)
     if not os.path.exists(path):
         keys.create_wallet(path, settings.passphrase or keys.SANDBOX_PASSPHRASE, sandbox=settings.sandbox)
         click.echo(f"Made the wallet {path}. Back it up: it is the only way to the money.")
@@ -99,8 +105,19 @@ def init():
         keys.create_secrets(settings.secrets_path)
     master_key = next(iter(keys.open_wallets(settings)))
     database.set_meta(db, "master_key", master_key.hex())
-    targets.seed(db, mode=settings.mode, base_url=settings.base_url)
+    targets.seed(db, mode=settings.mode, base_url=base_url)
     click.echo(f"Ready: {settings.mode} mode, database {settings.database}, master key {master_key.hex()}.")
+
+
+def _check_wallets(db, settings):
+    """Refuse to replace a wallet that is merely missing: the money of every deal so far hangs on it."""
+    current = database.meta(db, "master_key")
+    present = tuple(path for path in settings.wallets if os.path.exists(path))
+    if current and bytes.fromhex(current) not in keys.open_wallets(dataclasses.replace(settings, wallets=present)):
+        raise _Stop(
+            f"The wallet of master key {current} is not here: restore its file. To start a new one beside it, set"
+            " DEALS_WALLET to the new path, a comma, and the old path."
+        )
 
 
 @main.command()
@@ -111,14 +128,14 @@ def serve(host, port, workers):
     """Serve with gunicorn; in the sandbox also prepare it and sweep every second."""
     settings = configuration.load()
     if settings.sandbox:
-        click.get_current_context().invoke(init)
+        _prepare(settings, settings.base_url or f"http://{host}:{port}")
         if os.fork() == 0:
             _sweep_beside(os.getppid())
     here = os.path.dirname(os.path.abspath(__file__))
     config = os.path.join(here, "gunicorn.conf.py")
     os.execv(
         sys.executable,
-        [sys.executable, "-m", "gunicorn", "--config", config, "--chdir", here, "--bind", f"{host}:{port}",
+        [sys.executable, "-m", "gunicorn", "--config", config, "--pythonpath", here, "--bind", f"{host}:{port}",
          "--workers", str(workers), "app:create_app()"],
     )  # fmt: skip
 

@@ -40,21 +40,39 @@ class Surface:
     """What the free surface is made of, built once at start."""
 
     def __init__(self, world):
-        settings = world.settings
         deprecations.check()
         self.world = world
-        self.tools = tools.catalogue(settings)
-        signer = chain.address_of(coincurve.PublicKey.from_secret(world.receipt_key).format())
+        self.tools = tools.catalogue(world.settings)
+
+    def warm(self):
+        """Build everything now, so that no request pays for it; tests that read no page never do."""
+        return self.library, self.passages
+
+    @functools.cached_property
+    def frame(self):
+        signer = chain.address_of(coincurve.PublicKey.from_secret(self.world.receipt_key).format())
         facts = documents.figures(
-            settings, master_key=world.terminal.master_key, treasury=world.treasury, receipt_signer=signer,
-            tools=[{"name": tool["name"], "summary": tool["title"]} for tool in self.tools],
+            self.world.settings, master_key=self.world.terminal.master_key, treasury=self.world.treasury,
+            receipt_signer=signer, tools=[{"name": tool["name"], "summary": tool["title"]} for tool in self.tools],
             mcp_versions=tools.VERSIONS,
         )  # fmt: skip
-        frame = documents.frame(facts)
-        pages = documents.build(facts, frame)
-        self.library = documents.Library(pages, frame)
-        self.passages = ask.index(pages)
-        self.page_policy = PAGE_POLICY + documents.style_hash()
+        return facts, documents.frame(facts)
+
+    @functools.cached_property
+    def pages(self):
+        return documents.build(*self.frame)
+
+    @functools.cached_property
+    def library(self):
+        return documents.Library(self.pages, self.frame[1])
+
+    @functools.cached_property
+    def passages(self):
+        return ask.index(self.pages)
+
+    @functools.cached_property
+    def page_policy(self):
+        return PAGE_POLICY + documents.style_hash()
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (as long-lived as the process)
     def openapi(self, base):
@@ -155,9 +173,11 @@ def _manner(environ):
     return environ["PATH_INFO"], *asked
 
 
-def register(app, world):
+def register(app, world, *, warm=False):
     """Bind the routes of the free surface and the headers that every answer carries."""
     surface = Surface(world)
+    if warm:
+        surface.warm()
     shelf = Shelf(app.wsgi_app, world)
     _add_documents(app, world, surface, shelf)
     _add_discovery(app, world, surface)

@@ -280,7 +280,8 @@ def test_the_audit_agrees_with_a_sound_service_at_every_stage(run, db, world, sw
     [
         ("money is missing", "UPDATE sandbox_balances SET units = units - 1 WHERE address = :deposit",
          "the deposit holds -1 more"),
-        ("money nobody knows of", "UPDATE sandbox_balances SET units = units + 1 WHERE address = :deposit", "holds 1 units"),
+        ("money nobody knows of", "UPDATE sandbox_balances SET units = units + 10000 WHERE address = :deposit",
+         "holds 10000 units"),
         ("a payout that never was", "DELETE FROM sandbox_authorizations WHERE authorizer = :deposit",
          "confirmed in the books, not on the chain"),
         ("a payout unknown to the books", "UPDATE transfers SET status = 'sent', next_at = 1 WHERE leg = 'seller'",
@@ -448,10 +449,12 @@ def test_a_rotated_secret_keeps_the_challenges_already_issued_good_for_one_rotat
     assert pay(1) == 402
 
 
-def test_without_the_wallet_of_an_older_key_a_leg_stays_due_and_is_told(run, db, world, client, clock, tmp_path):
+def test_without_the_wallet_of_an_older_key_a_leg_stays_due_and_is_told(
+    run, db, world, client, clock, tmp_path, settings
+):
     old = reach(db, world, "released")
     new = {"DEALS_WALLET": str(tmp_path / "second.json")}
-    assert "Made the wallet" in run("init", **new)
+    run("init", DEALS_WALLET=f"{new['DEALS_WALLET']},{settings.wallets[0]}")
     assert json.loads(run("sweep --json", **new))["unsigned"] == 2  # the seller's leg and the refund guarantee
     status, reason = legs(db, old)["seller"]
     assert status == "due" and world.terminal.master_key.hex() in reason
@@ -466,6 +469,12 @@ def test_without_the_wallet_of_an_older_key_a_leg_stays_due_and_is_told(run, db,
     run("sweep"), run("sweep")
     assert sandbox.balance(db, SELLER) == 20_000_000
     assert client.get("/health").status_code == 200
+
+
+def test_init_never_replaces_a_wallet_that_is_merely_missing(run, tmp_path):
+    elsewhere = str(tmp_path / "mistyped.json")
+    assert "restore its file" in run("init", DEALS_WALLET=elsewhere, code=2)
+    assert not os.path.exists(elsewhere)
 
 
 def test_a_second_wallet_takes_over_and_older_deals_still_pay_out(run, db, world, settings, clock, tmp_path):
