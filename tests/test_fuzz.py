@@ -35,6 +35,9 @@ EXCUSED = {
     "/x402/deal": [positive_data_acceptance, negative_data_rejection],  # 402 is the answer to good and bad alike
     "/mpp/deal": [positive_data_acceptance, negative_data_rejection],
     "/endpoints": [positive_data_acceptance],  # a cursor is what was given out before
+    "/v1/feed/events": [positive_data_acceptance],  # likewise, and a window begins before it ends
+    "/v1/feed/facilitators/{id}/events": [positive_data_acceptance],
+    "/v1/feed/capabilities": [positive_data_acceptance],  # at least one parameter, and an extension alone
     "/mcp": [positive_data_acceptance],  # JSON-RPC has methods and parameters of its own
     "/sandbox/balances/{address}": [positive_data_acceptance],  # EIP-55 checksums
     "/v1/feed/events": [positive_data_acceptance],  # moments that fit into 64 bits of nanoseconds; cursors
