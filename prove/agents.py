@@ -119,7 +119,7 @@ def _mischief(sim, deal, payment):
     if sim.happens("front_run", deal=deal.id):
         sim.submit("authorization", a, payment.signature, by="a stranger", delay=rng.choice((0, 0, 1, 3, 30, 250)))
         if rng.random() < 0.5:
-            yield rng.uniform(0, 6)
+            yield rng.choice((rng.uniform(0, 6), 130))
     if sim.happens("cancelled", deal=deal.id):
         sim.submit("cancel", a.payer, a.nonce, by=payment.payer.name, delay=rng.choice((0, 1, 3, 30)))
     if sim.happens("drained", deal=deal.id):
@@ -180,7 +180,7 @@ def stray(sim, deal):
 
 MOODS = {
     "seller": ((None, 2), ("accept", 8), ("deliver", 10), ("refund", 1), ("split", 2), ("statement", 3)),
-    "buyer": ((None, 5), ("confirm", 2), ("cancel", 1), ("dispute", 6), ("split", 2)),
+    "buyer": ((None, 3), ("confirm", 2), ("cancel", 0.5), ("dispute", 7), ("split", 2)),
 }
 
 
@@ -205,7 +205,7 @@ def party(sim, deal, role):
             sim.submit("authorization", *sim.read_check(record["refund_guarantee"]), by=who.name, delay=0.0)
         action = _choose(rng, record, role)
         if action is None:
-            yield rng.choice((60, 300, 3600, 40_000))
+            yield rng.choice((60, 300, 1000, 3000, 40_000))
             continue
         yield from _when(sim, rng, record)
         ask = _action(sim, deal, who, role, action)

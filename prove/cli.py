@@ -20,10 +20,6 @@ COUNT = 10  # deals of one seed
 def main(arguments=None):
     """Run the command; the exit code is 1 when a promise was broken."""
     options = _parser().parse_args(arguments)
-    if options.mutants:
-        from . import mutants
-
-        return mutants.main(options)
     if options.seed is not None:
         return _replay(options)
     return _campaign(options)
@@ -39,7 +35,6 @@ def _parser():
     parser.add_argument("--count", type=int, default=COUNT, help=f"deals in one seed (default {COUNT})")
     parser.add_argument("--faults", help="only these faults, comma-separated ('none': no faults at all)")
     parser.add_argument("--all", action="store_true", help="with --seed: tell of every deal, not only the broken one")
-    parser.add_argument("--mutants", nargs="?", const="all", metavar="NAME", help="remove one guard at a time")
     return parser
 
 
@@ -48,9 +43,9 @@ def folder():
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
-def run_seed(seed, where, *, count=COUNT, faults=None):
+def run_seed(seed, where, *, count=COUNT, faults=None, heat=1.0):
     """Live one seed; returns its figures, with the violation if there was one."""
-    simulation, broken = Simulation(seed, where, count=count, faults=faults), None
+    simulation, broken = Simulation(seed, where, count=count, faults=faults, heat=heat), None
     try:
         simulation.live()
     except Violation as violation:

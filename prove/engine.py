@@ -134,14 +134,14 @@ class Worker(threading.Thread):
 class Scheduler:
     """Time, chance and the baton. What happens in the world is in :mod:`prove.world`."""
 
-    def __init__(self, seed, folder, *, faults=None):
+    def __init__(self, seed, folder, *, faults=None, heat=1.0):
         self.seed, self.rng = seed, random.Random(f"prove/{seed}")
         self.path = os.path.join(folder, f"deals-{seed}.db")
         self.time, self.skew = float(NOON), 0.0  # true time, and how far the server's clock is off
         # Swarm testing: every seed goes without about half of the faults, so that each gets room to bite.
         swarm = {name for name in FAULTS if self.rng.random() < 0.5}
         self.enabled = swarm if faults is None else set(faults)
-        self.heat = self.rng.choice((0.5, 1.0, 1.0, 2.0))
+        self.heat = heat * self.rng.choice((0.5, 1.0, 1.0, 2.0))
         self.back = threading.Lock()
         self.back.acquire()
         self.tasks, self.agents, self.workers = [], [], []

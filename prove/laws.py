@@ -148,6 +148,12 @@ class Laws:
         self.events[deal["id"]] = len(events)
         if state != deal["state"]:
             self.broken("every change of state is in the history", f"{state} became {deal['state']}", deal["id"])
+        if state not in ("pending", "lapsed"):
+            settled = self.db.execute(
+                "SELECT count(*) FROM payments WHERE deal_id = ? AND status = 'settled'", (deal["id"],)
+            ).fetchone()[0]
+            if settled != 1:
+                self.broken("one settled payment for one funded deal", f"there are {settled}", deal["id"])
         self._legs(deal)
 
     def _legs(self, deal):
@@ -202,6 +208,8 @@ class Laws:
             self.broken("no answer contains a secret", task.label, task.deal)
         if status == 500 and not task.disk_failed:
             self.broken("no request fails by our fault", f"{task.label}: {sim.log[-1:]}", task.deal)
+        if b"cannot record anything" in answer.raw and not task.disk_failed:
+            self.broken("the database works", f"{task.label}: {sim.log[-1:]}", task.deal)
         if status in FREE and task.settled:
             self.broken("a refusal charges nothing", f"{status} after settling {task.settled}", task.deal)
         if ask.payment is not None and ask.body == ask.deal.body:
@@ -320,7 +328,7 @@ class Laws:
                 row = self.db.execute("SELECT * FROM deals WHERE id = ?", (deal.id,)).fetchone()
                 owing = self.db.execute("SELECT 1 FROM transfers WHERE deal_id = ? AND next_at > 0", (deal.id,)).fetchone()
                 if row is None or (row["due_at"] is None and row["look_at"] is None and not owing and self._uninvited(deal)):
-                    found.append((deal, self._sender(deal) or deal.buyer.address))
+                    found.append((deal, row["buyer_address"] if row else self._sender(deal) or deal.buyer.address))
         return found
 
     def _uninvited(self, deal):
@@ -408,10 +416,10 @@ class Laws:
         """Every payer whose payment landed without being the price of a deal has it back."""
         claimed = {r["payer"] for r in self.db.execute("SELECT payer FROM payments WHERE deal_id = ?", (deal.id,))}
         paid = {}
-        for payment in deal.payments:
-            use = self.sim.chain.use(*payment.key)
+        for key in {payment.key: None for payment in deal.payments}:
+            use = self.sim.chain.use(*key)
             if use and use.payee:
-                paid[payment.key[0]] = paid.get(payment.key[0], 0) + use.units
+                paid[key[0]] = paid.get(key[0], 0) + use.units
         funder = row["buyer_address"] if row is not None else None
         for payer, units in paid.items():
             refund = deal.terms.amount_units - row["seller_units"] if owed else 0

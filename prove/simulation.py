@@ -56,8 +56,8 @@ class Job:
 class Simulation(engine.Scheduler):
     """The whole of one seed."""
 
-    def __init__(self, seed, folder, *, count=10, faults=None):
-        super().__init__(seed, folder, faults=faults)
+    def __init__(self, seed, folder, *, count=10, faults=None, heat=1.0):
+        super().__init__(seed, folder, faults=faults, heat=heat)
         self.settings = configuration.Settings(
             mode="live", database=self.path, base_url=parties.HOST, service_name="Deal Holding Service",
             confirmations=5, facilitators=("https://one.test", "https://two.test", "https://three.test"),
