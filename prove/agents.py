@@ -3,8 +3,10 @@
 ``yield Ask(...)`` gives the Answer, or None when it was lost; ``yield seconds`` waits.
 """
 
+import calendar
 import dataclasses
 import json
+import time
 
 import deals as service_deals
 
@@ -82,10 +84,10 @@ def buyer(sim, deal, payer):
 
 
 def _paid(deal, payment):
-    return parties_ask(deal, payment, payment.path, deal.body, payment.headers)
+    return _asked(deal, payment, payment.path, deal.body, payment.headers)
 
 
-def parties_ask(deal, payment, path, body, headers):
+def _asked(deal, payment, path, body, headers):
     return Ask("POST", path, deal, payment.payer.name, body, headers, payment=payment)
 
 
@@ -117,7 +119,7 @@ def _mischief(sim, deal, payment):
     if sim.happens("front_run", deal=deal.id):
         sim.submit("authorization", a, payment.signature, by="a stranger", delay=rng.choice((0, 0, 1, 3, 30, 250)))
         if rng.random() < 0.5:
-            yield rng.uniform(0, 6)
+            yield rng.choice((rng.uniform(0, 6), 130))
     if sim.happens("cancelled", deal=deal.id):
         sim.submit("cancel", a.payer, a.nonce, by=payment.payer.name, delay=rng.choice((0, 1, 3, 30)))
     if sim.happens("drained", deal=deal.id):
@@ -142,7 +144,7 @@ def _moved(sim, deal, payment):
         yield Ask("POST", payment.path, deal, "a thief", other, payment.headers)
     else:
         path = "/mpp/deal" if payment.path == "/x402/deal" else "/x402/deal"
-        yield parties_ask(deal, payment, path, deal.body, payment.headers)
+        yield _asked(deal, payment, path, deal.body, payment.headers)
 
 
 def _poll(sim, deal, payer):
@@ -177,8 +179,8 @@ def stray(sim, deal):
 # -- Dealing ------------------------------------------------------------------------------------------------------
 
 MOODS = {
-    "seller": (("accept", 6), ("deliver", 8), ("refund", 1), ("split", 1), ("statement", 2)),
-    "buyer": (("confirm", 3), ("cancel", 1), ("dispute", 4), ("split", 2)),
+    "seller": ((None, 2), ("accept", 8), ("deliver", 10), ("refund", 1), ("split", 2), ("statement", 3)),
+    "buyer": ((None, 3), ("confirm", 2), ("cancel", 0.5), ("dispute", 7), ("split", 2)),
 }
 
 
@@ -189,7 +191,7 @@ def party(sim, deal, role):
     if rng.random() < 0.12:
         return
     yield rng.uniform(3, 200)
-    for _ in range(9):
+    for _ in range(12):
         answer = yield Ask("GET", f"/v1/deals/{deal.id}", deal, who.name)
         if answer is None or answer.status != 200 or answer.json["state"] in ("pending", "lapsed"):
             yield rng.choice((5, 60, 1000))
@@ -199,9 +201,11 @@ def party(sim, deal, role):
             if sim.happens("cashed", deal=deal.id):
                 yield from _cash(sim, deal, record, who)
             return
+        if record["refund_guarantee"] and sim.happens("cashed", deal=deal.id):  # long before its time: it must fail
+            sim.submit("authorization", *sim.read_check(record["refund_guarantee"]), by=who.name, delay=0.0)
         action = _choose(rng, record, role)
         if action is None:
-            yield rng.choice((300, 3600, 40_000))
+            yield rng.choice((60, 300, 1000, 3000, 40_000))
             continue
         yield from _when(sim, rng, record)
         ask = _action(sim, deal, who, role, action)
@@ -214,11 +218,9 @@ def party(sim, deal, role):
 def _choose(rng, record, role):
     """Pick what this party would like to do now; now and then something the state does not allow."""
     if rng.random() < 0.05:
-        return rng.choice(MOODS[role])[0]
-    allowed = {entry["action"] for entry in record["actions"] if entry["by"] == role}
+        return rng.choice(MOODS[role][1:])[0]
+    allowed = {None} | {entry["action"] for entry in record["actions"] if entry["by"] == role}
     moods = [(action, weight) for action, weight in MOODS[role] if action in allowed]
-    if not moods or rng.random() < 0.2:
-        return None
     return rng.choices([action for action, _ in moods], [weight for _, weight in moods])[0]
 
 
@@ -237,9 +239,6 @@ def _when(sim, rng, record):
 
 def service_due(record):
     """Read when the clock moves the deal, from its public record."""
-    import calendar
-    import time
-
     return calendar.timegm(time.strptime(record["next"]["at"], "%Y-%m-%dT%H:%M:%SZ"))
 
 

@@ -1,8 +1,9 @@
 """The scheduler: simulated time, workers that run one at a time, and death between any two statements.
 
 Every request, sweep and command runs in a real thread of its own, but a baton lets exactly one of them run.
-It changes hands only at *points*: before a statement outside a transaction, before a COMMIT, and around
-every call that leaves the process. Which thread goes on is drawn from the seed, so a seed is a history.
+It changes hands only at *points*: before a statement outside a transaction, and around every call that
+leaves the process. Death strikes there too, and before a COMMIT. Which thread goes on is drawn from the
+seed, so a seed is a history.
 """
 
 import collections
@@ -20,7 +21,7 @@ import limits
 from .faults import FAULTS
 
 NOON = 1_790_000_000  # 2026-09-21T13:33:20Z
-SWITCH = {"statement": 0.04, "commit": 0.05, "foreign": 0.35}  # chance that the baton changes hands at a point
+SWITCH = {"statement": 0.04, "commit": 0.0, "foreign": 0.35}  # chance that the baton changes hands at a point
 
 
 class Death(BaseException):
@@ -73,7 +74,7 @@ class Task:
         self.done = self.died = self.doomed = False
         self.result = self.error = None
         self.settled = []  # authorizations this task has handed to a facilitator: (payer, nonce)
-        self.disk_failed = False
+        self.disk_failed = self.stalled = False
 
 
 class Worker(threading.Thread):
@@ -133,12 +134,13 @@ class Worker(threading.Thread):
 class Scheduler:
     """Time, chance and the baton. What happens in the world is in :mod:`prove.world`."""
 
-    def __init__(self, seed, folder, *, without=(), heat=1.0):
+    def __init__(self, seed, folder, *, faults=None, heat=1.0):
         self.seed, self.rng = seed, random.Random(f"prove/{seed}")
         self.path = os.path.join(folder, f"deals-{seed}.db")
         self.time, self.skew = float(NOON), 0.0  # true time, and how far the server's clock is off
         # Swarm testing: every seed goes without about half of the faults, so that each gets room to bite.
-        self.enabled = {name for name in FAULTS if self.rng.random() < 0.5} - set(without)
+        swarm = {name for name in FAULTS if self.rng.random() < 0.5}
+        self.enabled = swarm if faults is None else set(faults)
         self.heat = heat * self.rng.choice((0.5, 1.0, 1.0, 2.0))
         self.back = threading.Lock()
         self.back.acquire()
@@ -194,6 +196,7 @@ class Scheduler:
             self.die(task)
         if connection is None:
             if self.happens("stall", deal=task.deal):
+                task.stalled = True
                 self.pause(self.rng.choice((30, 90, 600, 4000)))
         elif (writes or kind == "commit") and self.happens("disk_full", deal=task.deal):
             task.disk_failed = True

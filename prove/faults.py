@@ -11,7 +11,7 @@ FAULTS = {
     "cancelled": (0.08, "the payer cancels the authorization it has handed over"),
     "drained": (0.10, "the payer's money is gone by the time of settling"),
     "stray_money": (0.08, "money reaches a deposit that nobody asked for"),
-    "cashed": (0.15, "a party submits a published payout before the operator does"),
+    "cashed": (0.15, "a party submits a published payout before the operator does, or the guarantee before its time"),
     "verify_fails": (0.10, "a facilitator gives no verdict"),
     "verify_lies": (0.06, "a facilitator gives the wrong verdict"),
     "unreachable": (0.10, "a facilitator cannot be reached"),
@@ -40,3 +40,6 @@ FAULTS = {
     "rotation": (0.006, "the challenge secret is rotated"),
     "restore": (0.003, "an old backup is restored"),
 }
+
+# Pairs of the coverage table that cannot be: nothing is published before a deal is funded.
+IMPOSSIBLE = {("pay", "cashed"), ("fund", "cashed"), ("lapse", "cashed")}

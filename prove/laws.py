@@ -27,6 +27,7 @@ class Laws:
         self.receipts = {}  # (payer, nonce) -> the first 200: (receipt headers, body)
         self.funders = {}  # deal id -> payer whose payment ever funded it
         self.in_flight = {}  # (payer, nonce) -> [(task, lease)]
+        self.turns = {}  # (deal id, leg) -> the last sweep that sent it, and when it began to
         self.doubts = collections.Counter()  # payment -> facilitators that took it and have not clearly refused
         self.clock_jumped = self.was_restored = False
         self.unattributed = 0
@@ -84,11 +85,9 @@ class Laws:
         row = self.db.execute("SELECT * FROM payments WHERE payer = ? AND nonce = ?", key).fetchone()
         if row is None or row["signature"] != signature:
             self.broken("no settle that was not committed first", f"{task.label} settles {key}", task.deal)
-        if row["status"] == "refused" and not (task.turns or self.was_restored):
-            self.sim.say("a refused payment is settled again", task.deal)
-        if not self.clock_jumped and not self.was_restored:
+        if not self.clock_jumped and not self.was_restored and not task.stalled:
             for other, lease in self.in_flight.get(key, ()):
-                if other is not task and row["lease_until"] < lease + LEASE - 1:
+                if other is not task and not other.stalled and row["lease_until"] < lease + LEASE - 1:
                     self.broken("one worker settles one payment", f"{other.label} and {task.label} at once", task.deal)
         self.in_flight.setdefault(key, []).append((task, row["lease_until"]))
 
@@ -103,12 +102,23 @@ class Laws:
             self.broken("no transfer that was not committed first", f"{task.label} sends {authorization}", task.deal)
         if leg["leg"] == "guarantee":
             self.broken("the guarantee is the buyer's to use", "the sweep sends it", leg["deal_id"])
+        self._one_turn(task, leg)
         if leg["leg"] == "fee":
             for party in self.db.execute(
                 "SELECT * FROM transfers WHERE deal_id = ? AND leg IN ('seller', 'buyer')", (leg["deal_id"],)
             ):
                 if party["status"] != "confirmed":
                     self.broken("the parties are paid before the fee", f"{party['leg']} is {party['status']}", leg["deal_id"])
+
+    def _one_turn(self, task, leg):
+        """Two sweeps never take the same turn of a leg: a turn is five seconds long at least."""
+        key, now = (leg["deal_id"], leg["leg"]), self.sim.time
+        before = self.turns.get(key)
+        if before and before[0] is not task and now - before[1] < 4.5:
+            if not (task.stalled or before[0].stalled or before[0].died or self.clock_jumped or self.was_restored):
+                self.broken("two sweeps never take the same turn", f"{leg['leg']} sent twice at once", leg["deal_id"])
+        if before is None or before[0] is not task:
+            self.turns[key] = task, now
 
     # -- After every step ---------------------------------------------------------------------------------------------
 
@@ -138,6 +148,12 @@ class Laws:
         self.events[deal["id"]] = len(events)
         if state != deal["state"]:
             self.broken("every change of state is in the history", f"{state} became {deal['state']}", deal["id"])
+        if state not in ("pending", "lapsed"):
+            settled = self.db.execute(
+                "SELECT count(*) FROM payments WHERE deal_id = ? AND status = 'settled'", (deal["id"],)
+            ).fetchone()[0]
+            if settled != 1:
+                self.broken("one settled payment for one funded deal", f"there are {settled}", deal["id"])
         self._legs(deal)
 
     def _legs(self, deal):
@@ -175,6 +191,8 @@ class Laws:
                 self.broken("confirmed means paid on the chain", f"{name}: the chain has {use}", deal["id"])
             if use and model.number - use.block < self.sim.settings.confirmations:
                 self.broken("confirmed means deep enough", f"{name} at {model.number - use.block} blocks", deal["id"])
+        if row["nonce"] != "0x" + chain.keccak(f"{deal['id']}|{name}".encode()).hex():
+            self.broken("one leg, one nonce", f"{name}: {row['nonce']}", deal["id"])
         if name == "guarantee":
             hours = deal["deadline_hours"] + deal["review_hours"] + 168 + 168
             last = deal["funded_at"] + hours * 3600
@@ -190,12 +208,16 @@ class Laws:
             self.broken("no answer contains a secret", task.label, task.deal)
         if status == 500 and not task.disk_failed:
             self.broken("no request fails by our fault", f"{task.label}: {sim.log[-1:]}", task.deal)
+        if b"cannot record anything" in answer.raw and not task.disk_failed:
+            self.broken("the database works", f"{task.label}: {sim.log[-1:]}", task.deal)
         if status in FREE and task.settled:
             self.broken("a refusal charges nothing", f"{status} after settling {task.settled}", task.deal)
         if ask.payment is not None and ask.body == ask.deal.body:
             ask.payment.answers.append(status)
             if status == 200:
                 self._receipt(task, ask.payment, answer)
+            if status == 402:
+                self._refused(task, ask.payment)
         elif ask.path.endswith("/deal"):
             self._quoted(task, ask, answer)
         elif ask.method == "GET":
@@ -221,6 +243,14 @@ class Laws:
         if record["payment"]["payer"].lower() != payment.authorization.payer:
             self.broken("200 only to the payer", record["payment"]["payer"], task.deal)
         self._timely(task, record)
+
+    def _refused(self, task, payment):
+        """A 402 makes a client pay again: never while the money of this very payment is in plain sight."""
+        use, model = self.sim.chain.use(*payment.key), self.sim.chain
+        early = use and use.payee == payment.authorization.to and model.time_of(use.block) < task.began - 100
+        alive = payment.authorization.valid_before >= self.sim.clock() + 6
+        if early and alive and not (self.clock_jumped or self.was_restored or task.stalled):
+            self.broken("no 402 for a payment that has arrived", f"it landed in block {use.block}", task.deal)
 
     def _quoted(self, task, ask, answer):
         """A call without a payment of its own: a quote at the deal's price and address, and nothing taken."""
@@ -297,9 +327,18 @@ class Laws:
             if self.sim.chain.balance(deal.deposit) >= SMALLEST:
                 row = self.db.execute("SELECT * FROM deals WHERE id = ?", (deal.id,)).fetchone()
                 owing = self.db.execute("SELECT 1 FROM transfers WHERE deal_id = ? AND next_at > 0", (deal.id,)).fetchone()
-                if row is None or (row["due_at"] is None and row["look_at"] is None and not owing):
-                    found.append((deal, self._sender(deal) or deal.buyer.address))
+                if row is None or (row["due_at"] is None and row["look_at"] is None and not owing and self._uninvited(deal)):
+                    found.append((deal, row["buyer_address"] if row else self._sender(deal) or deal.buyer.address))
         return found
+
+    def _uninvited(self, deal):
+        """Whether money came to this deposit of which the service cannot know: plain transfers, unclaimed payments."""
+        known = {(r["payer"], r["nonce"]) for r in self.db.execute("SELECT payer, nonce FROM payments")}
+        return any(
+            t.ok and (t.args[1] == deal.deposit if t.kind == "transfer" else
+                      t.args[0].to == deal.deposit and (t.args[0].payer, t.args[0].nonce) not in known)
+            for t in self.sim.chain.landed if t.kind != "cancel"
+        )  # fmt: skip
 
     def _sender(self, deal):
         for payment in deal.payments:
@@ -309,8 +348,15 @@ class Laws:
         return None
 
     def unfinished(self, open_ends):
-        if not self.was_restored:
-            self.broken("everything reaches its end", str(open_ends[:4]), open_ends[0][0] if open_ends else None)
+        """The calm has not brought everything to its end: only a deposit that a reorganisation took away may do that."""
+        open_ends = [end for end in open_ends if not self.taken_away(end[0])]
+        if open_ends and not self.was_restored:
+            self.broken("everything reaches its end", str(open_ends[:4]), open_ends[0][0])
+
+    def taken_away(self, deal_id):
+        """Whether the payment that funded this deal is no longer on the chain, and can land no more."""
+        row = self.db.execute("SELECT * FROM payments WHERE deal_id = ? AND status = 'settled'", (deal_id,)).fetchone()
+        return row is not None and self.sim.chain.use(row["payer"], row["nonce"]) is None
 
     def final(self):
         """Everything has come to its end: close the books to the unit."""
@@ -320,6 +366,7 @@ class Laws:
             row = self.db.execute("SELECT * FROM deals WHERE id = ?", (deal.id,)).fetchone()
             self._close(deal, row)
         self._nothing_leaked()
+        self._forbidden()
         self._audit()
 
     def _close(self, deal, row):
@@ -328,7 +375,7 @@ class Laws:
         left = sim.chain.balance(deal.deposit)
         if sum(flows_in.values()) != sum(flows_out.values()) + left:
             self.broken("what arrived = what left + what is there", f"{flows_in} {flows_out} {left}", deal.id)
-        if self.was_restored:
+        if self.was_restored or self.taken_away(deal.id):
             return
         if row is None or row["state"] == "lapsed":
             owed = 0
@@ -369,10 +416,10 @@ class Laws:
         """Every payer whose payment landed without being the price of a deal has it back."""
         claimed = {r["payer"] for r in self.db.execute("SELECT payer FROM payments WHERE deal_id = ?", (deal.id,))}
         paid = {}
-        for payment in deal.payments:
-            use = self.sim.chain.use(*payment.key)
+        for key in {payment.key: None for payment in deal.payments}:
+            use = self.sim.chain.use(*key)
             if use and use.payee:
-                paid[payment.key[0]] = paid.get(payment.key[0], 0) + use.units
+                paid[key[0]] = paid.get(key[0], 0) + use.units
         funder = row["buyer_address"] if row is not None else None
         for payer, units in paid.items():
             refund = deal.terms.amount_units - row["seller_units"] if owed else 0
@@ -382,6 +429,31 @@ class Laws:
                     self.unattributed += 1  # submitted by a third party to a deal the service had refused this payer
                     continue
                 self.broken("whoever paid in vain has its money back", f"{payer}: {out.get(payer, 0)} of {due}", deal.id)
+
+    def _forbidden(self):
+        """What the database itself forbids, whatever the code does: tried, refused and rolled back."""
+        copy = "INSERT INTO {0} SELECT * FROM (SELECT {1} FROM {0} LIMIT 1)"
+        columns = lambda table: [row["name"] for row in self.db.execute(f"PRAGMA table_info({table})")]
+        but = lambda table, **new: copy.format(table, ", ".join(new.get(name, name) for name in columns(table)))
+        attempts = {
+            "payments": (but("payments", id="NULL", attempt="99"), but("payments", id="NULL", nonce="'0x1'")),
+            "transfers": (but("transfers", nonce="'0x1'"), but("transfers", leg="'surplus-99'"),
+                          "UPDATE transfers SET value_units = value_units + 1 WHERE signature IS NOT NULL"),
+            "deals": (but("deals", id="'deal_x'"),
+                      "UPDATE deals SET state = 'funded', seller_units = NULL, due_at = 1 WHERE state = 'refunded'",
+                      "UPDATE deals SET seller_units = amount_units WHERE state = 'refunded'",
+                      "UPDATE deals SET seller_units = 0 WHERE state = 'released'"),
+        }  # fmt: skip
+        for table, statements in attempts.items():
+            for statement in statements:
+                self.db.execute("BEGIN")
+                try:
+                    if self.db.execute(statement).rowcount > 0:
+                        self.broken("the database forbids it by itself", statement[:200])
+                except sqlite3.IntegrityError:
+                    pass
+                finally:
+                    self.db.execute("ROLLBACK")
 
     def _nothing_leaked(self):
         with open(self.sim.path, "rb") as file:
@@ -404,5 +476,9 @@ class Laws:
         from .operators import _run
 
         found = _run(self.sim, "the audit", operations.audit)
-        if found and not self.was_restored:
-            self.broken("the audit is clean", str(found[:3]), found[0]["deal"])
+        gone = {deal.id for deal in self.sim.deals if self.taken_away(deal.id)}
+        if gone - {line["deal"] for line in found}:
+            self.broken("the audit tells what a reorganisation took", str(gone))
+        wrong = [line for line in found if line["deal"] not in gone]
+        if wrong and not self.was_restored:
+            self.broken("the audit is clean", str(wrong[:3]), wrong[0]["deal"])

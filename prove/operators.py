@@ -25,6 +25,8 @@ def enter(sim):
         if sim.happens("rival", deal=deal.id, times=2):
             sim.agent(agents.buyer(sim, deal, deal.rival), at=start + deal.rng.choice((0, 0, 0.5, 5, 400, 1000)))
             sim.busy += 1
+        if sim.happens("double_sign", deal=deal.id):  # a second process of the same buyer, at the same moment
+            clients.append(agents.buyer(sim, deal, deal.buyer))
         if sim.happens("stray_money", deal=deal.id):
             clients.append(agents.stray(sim, deal))
         for client in clients:
@@ -55,12 +57,22 @@ def sweeper(sim):
             yield rng.uniform(5, 60)
         else:
             pause = math.exp(rng.uniform(math.log(0.5), math.log(200)))
-            yield min(3600.0, max(0.0, moment - sim.clock())) + (0.0 if sim.happens("two_sweeps") else pause)
+            yield min(3600.0, max(0.0, moment - sim.clock())) + pause
         yield sim.quiet() * rng.uniform(0.05, 0.4)
         if sim.happens("no_sweep", times=0.3):
             yield rng.choice((600, 7200, 90_000))
-        limit = rng.choice((100, 100, 2))
-        yield Job("the sweep", lambda db, world: transfers.sweep(db, world, sim.wallets, limit=limit))
+        sweep = Job("the sweep", _sweeping(sim, rng.choice((100, 100, 2))))
+        if sim.happens("two_sweeps"):
+            sim.agent(_once(sweep))
+        yield sweep
+
+
+def _once(job):
+    yield job
+
+
+def _sweeping(sim, limit=100):
+    return lambda db, world: transfers.sweep(db, world, sim.wallets, limit=limit)
 
 
 def judge(sim):
@@ -74,7 +86,7 @@ def judge(sim):
         if not rows or rng.random() < 0.5:
             continue
         row = rng.choice(rows)
-        if rng.random() < 0.3:
+        if rng.random() < 0.6:
             yield max(0.0, row["decide_by"] - sim.clock() + rng.choice((-1, 0, 1)))
         outcome = rng.choice(("release", "refund", "split"))
         units = rng.choice((0, row["amount_units"], rng.randrange(row["amount_units"])))
@@ -257,7 +269,7 @@ def _run(sim, label, work):
 
 
 def _sweep(sim):
-    _run(sim, "the sweep", lambda db, world: transfers.sweep(db, world, sim.wallets))
+    _run(sim, "the sweep", _sweeping(sim))
 
 
 def _recover(sim):

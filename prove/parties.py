@@ -70,11 +70,10 @@ class Deal:
     deposit: str
     price: int
     payments: list = dataclasses.field(default_factory=list)
-    funded_seen: bool = False
 
 
-def intend(index, seed, master_key, price_units, numbers):
-    """Draw one deal from its own stream, so that leaving out another deal changes nothing about it."""
+def intend(index, seed, master_key, price_units):
+    """Draw one deal from its own stream; ``price_units`` is the published price of an amount."""
     rng = random.Random(f"prove/{seed}/deal/{index}")
     first = 1000 + 3 * index
     buyer = Party(f"buyer {index}", first, contract=rng.random() < 0.1)

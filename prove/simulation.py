@@ -56,8 +56,8 @@ class Job:
 class Simulation(engine.Scheduler):
     """The whole of one seed."""
 
-    def __init__(self, seed, folder, *, count=10, without=(), only=None, heat=1.0):
-        super().__init__(seed, folder, without=without, heat=heat)
+    def __init__(self, seed, folder, *, count=10, faults=None, heat=1.0):
+        super().__init__(seed, folder, faults=faults, heat=heat)
         self.settings = configuration.Settings(
             mode="live", database=self.path, base_url=parties.HOST, service_name="Deal Holding Service",
             confirmations=5, facilitators=("https://one.test", "https://two.test", "https://three.test"),
@@ -73,13 +73,11 @@ class Simulation(engine.Scheduler):
         database.set_meta(db, "master_key", MASTER_KEY.hex())
         db.close()
         limits.connect(self.path).close()
-        self.deals = [
-            parties.intend(i, seed, MASTER_KEY, _price, None) for i in range(count) if only is None or i in only
-        ]
+        self.deals = [parties.intend(index, seed, MASTER_KEY, _price) for index in range(count)]
         self.by_id = {deal.id: deal for deal in self.deals}
         self.by_deposit = {deal.deposit: deal.id for deal in self.deals}
-        self.since_move = collections.defaultdict(set)  # deal id -> faults since its last move
-        self.cells = set()  # (move, fault): the move was made after the fault had struck
+        self.hits = collections.defaultdict(set)  # deal id -> faults that have struck it
+        self.cells = set()  # (move, fault): the move was made on a deal that the fault had struck
         self.moves = collections.Counter()
         self.laws = Laws(self)
         self.chain.told = self.laws.landed
@@ -140,11 +138,11 @@ class Simulation(engine.Scheduler):
     def struck(self, fault, deal):
         """Remember that a fault struck a deal, or every open deal when it strikes the world."""
         for one in [deal] if deal else self.by_id:
-            self.since_move[one].add(fault)
+            self.hits[one].add(fault)
 
     def moved(self, deal_id, event):
         self.moves[event] += 1
-        self.cells.update((event, fault) for fault in self.since_move.pop(deal_id, ()))
+        self.cells.update((event, fault) for fault in self.hits[deal_id])
 
     # -- Agents -----------------------------------------------------------------------------------------------------
 
@@ -179,7 +177,7 @@ class Simulation(engine.Scheduler):
 
         task = Task(f"{ask.by}: {ask.method} {ask.path}", work, deal=ask.deal.id)
         task.generator, task.ask = generator, ask
-        task.began, task.turns = self.clock(), 0
+        task.began = self.clock()
         if not self.start(task, process):
             self._later(generator, 1.0, None)
 
@@ -189,7 +187,7 @@ class Simulation(engine.Scheduler):
 
     def _job(self, generator, job):
         task = Task(job.label, lambda worker: job.work(worker.db, worker.process.world), deal=job.deal)
-        task.generator, task.ask, task.began, task.turns = generator, None, self.clock(), 0
+        task.generator, task.ask, task.began = generator, None, self.clock()
         if not self.start(task, self.office):
             self._later(generator, 1.0, None)
 
