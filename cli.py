@@ -24,6 +24,7 @@ import spec
 import targets
 import transfers
 import world as worlds
+from console import plain, progress, table
 
 
 class Group(click.Group):
@@ -57,28 +58,6 @@ def _open():
 
 def _print(value):
     click.echo(json.dumps(value, indent=2))
-
-
-def table(headings, rows):
-    """Print rows under their headings, columns as wide as their longest cell."""
-    cells = [[str(cell if cell is not None else "-") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(headings, *cells)]
-    for number, row in enumerate([headings, *cells]):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        click.echo(click.style(line, bold=True) if number == 0 else line)
-
-
-def progress(label):
-    """Return a callback (total, done) that draws a bar on a terminal and is silent elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda total, done: None
-
-    def draw(total, done):
-        filled = 30 * (done + 1) // max(total, 1)
-        end = "\n" if done + 1 >= total else ""
-        click.echo(f"\r{label} [{'#' * filled:30}] {done + 1}/{total}{end}", err=True, nl=False)
-
-    return draw
 
 
 # -- Set up and serve ---------------------------------------------------------------------------------------
@@ -235,10 +214,10 @@ def show_deal(deal_id, as_json):
     for name in ("id", "state", "amount_usd", "price_usd", "seller_address", "buyer_address", "deposit_address",
                  "ref", "deliver_by", "review_ends_at", "decide_by", "ended_at"):  # fmt: skip
         if record[name] is not None:
-            click.echo(f"{name.replace('_', ' '):16} {record[name]}")
+            click.echo(f"{name.replace('_', ' '):16} {plain(record[name])}")
     if record["dispute"]:
         for name, text in record["dispute"].items():
-            click.echo(f"{name:16} {text or '-'}")
+            click.echo(f"{name:16} {plain(text)}")
     click.echo()
     table(["at", "event", "by", "state"], [tuple(line.values()) for line in record["history"]])
     reasons = dict(db.execute("SELECT leg, reason FROM transfers WHERE deal_id = :id", {"id": deal_id}).fetchall())
@@ -407,7 +386,7 @@ def list_notes(everything, limit, as_json):
     if as_json:
         _print([{**dict(row), "at": deals.timestamp(row["at"]), "done_at": deals.timestamp(row["done_at"])} for row in rows])
     else:
-        lines = [(row["id"], deals.timestamp(row["at"]), row["contact"], row["deal_id"], _one_line(row["message"])) for row in rows]
+        lines = [(row["id"], deals.timestamp(row["at"]), row["contact"], row["deal_id"], row["message"]) for row in rows]
         table(["id", "at", "contact", "deal", "message"], lines)
 
 
@@ -419,11 +398,6 @@ def finish_notes(ids):
     for note in ids:
         feedback.done(db, note, now=world.now())
         click.echo(f"{note} is done.")
-
-
-def _one_line(text):
-    """Show a stranger's text on one line, without anything a terminal would obey."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 @main.command()

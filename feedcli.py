@@ -12,6 +12,7 @@ import feed
 import feedviews
 import settings as configuration
 import targets
+from console import table
 from deals import Refusal
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -163,17 +164,7 @@ def _print(rows, columns, as_json):
     if as_json:
         click.echo(json.dumps(rows))
         return
-    lines = [[column.replace("_", " ") for column in columns]] + [[_cell(row[column]) for column in columns] for row in rows]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
-    for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _cell(value):
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    text = "-" if value is None else str(value)
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+    table([column.replace("_", " ") for column in columns], [[row[column] for column in columns] for row in rows])
 
 
 def _counted(changes):
