@@ -23,7 +23,7 @@ from parties import balance, error, files, send, serving
 
 PRICE = 20_292_000
 GRANT = 10_000_000_000
-BUDGET = 0.6  # seconds of settling in these tests; the service gives a settle at least one
+BUDGET = 1.6  # seconds of settling in these tests; the service gives a settle at least one
 
 
 def answer(value, status="200 OK", kind="application/json", more=""):
@@ -197,7 +197,7 @@ def test_no_misbehaviour_at_settling_decides_anything(
     server.acts["settle"], server.moves = (SILENCES | WORDS | LIES)[fault], moves
     found, seconds = timed(lambda: send(client, body, payment))
     assert found.status_code == (200 if moves else 202), found.text
-    assert seconds < 3
+    assert seconds < 5
     assert server.hits == ["verify", "settle"]  # settling is never repeated by itself
     deal = quote.json["extensions"]["deal"]["info"]["id"]
     assert client.get(f"/v1/deals/{deal}").json["state"] == ("funded" if moves else "pending")
