@@ -76,7 +76,7 @@ class Terms:
     @functools.cached_property
     def canonical(self):
         """The RFC 8785 bytes that the deposit address commits to."""
-        return chain.canonical(dataclasses.asdict(self))
+        return chain.canonical({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     def deal_id(self, master_key):
         """Return the id of the deal with these terms under the master key (33 bytes)."""
