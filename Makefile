@@ -29,7 +29,13 @@ test: .venv/tests-ready tests/evm/node_modules/ready  ## Set up, and run every t
 serve: .venv/ready  ## Serve the sandbox at http://127.0.0.1:8402
 	@$(BIN)/python cli.py serve
 
-bench: .venv/tests-ready  ## Measure, against what it should be compared with
+.venv/bench-ready: .venv/tests-ready bench/requirements.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r bench/requirements.txt
+	@touch $@
+
+bench: .venv/bench-ready  ## Measure, against what it should be compared with
+	@$(BIN)/python bench/run.py
+	@$(BIN)/python bench/scale.py
 	@$(BIN)/python bench/documents.py
 
 contracts: tests/evm/node_modules/ready  ## Compile the test token again

@@ -53,15 +53,15 @@ def act(db, world, deal_id, action, body, *, client):
 
 def read(db, world, deal_id):
     """Return (JSON bytes, strong ETag) of a deal's record as it stands this moment, whenever cron last ran."""
-    deal = deals.get(db, deal_id)
+    deal = deals.glance(db, deal_id)
     now = world.now()
     if deal["due_at"] is not None and deal["due_at"] <= now:
         with database.transaction(db):
             deals.apply_due(db, deal_id, now=now, treasury=world.treasury)
-        deal = deals.find(db, deal_id)
+        deal = deals.glance(db, deal_id)
     elif deal["state"] == "pending" and settlement.look_due(db, deal_id, now=now):
         settlement.resolve(db, world, deal_id, send=False)
-        deal = deals.find(db, deal_id)
+        deal = deals.glance(db, deal_id)
     return rendered(db, world, deal)
 
 

@@ -43,10 +43,17 @@ def client():
     return request.remote_addr or ""
 
 
+class Ready(Response):
+    """A response whose headers are final: its length is known and no URL in them needs mending."""
+
+    def get_wsgi_headers(self, environ):
+        return self.headers
+
+
 def respond(value, status=200, headers=None):
     """Return a JSON response from a value or from ready bytes."""
     body = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
-    return Response(body, status, headers, content_type="application/json")
+    return Ready(body, status, headers, content_type="application/json")
 
 
 def conditional(body, etag, content_type="application/json", cache="no-cache"):
@@ -54,7 +61,7 @@ def conditional(body, etag, content_type="application/json", cache="no-cache"):
     headers = {"ETag": etag, "Cache-Control": cache}
     if "HTTP_IF_NONE_MATCH" in request.environ and request.if_none_match.contains_weak(etag.strip('"')):
         return Response(status=304, headers=headers)
-    return Response(body, 200, headers, content_type=content_type)
+    return Ready(body, 200, headers, content_type=content_type)
 
 
 def too_large():

@@ -143,11 +143,17 @@ def _paid_call(world):
         body=body,
         terms=terms,
         refusal=refusal,
-        signatures=tuple(request.headers.getlist("PAYMENT-SIGNATURE")),
-        authorizations=tuple(request.headers.getlist("Authorization")),
+        signatures=_header("PAYMENT-SIGNATURE"),
+        authorizations=_header("Authorization"),
         idempotency_key=key,
         client=client(),
     )
+
+
+def _header(name):
+    """Return all values of a header; WSGI servers join those of equal names into one."""
+    value = request.headers.get(name)
+    return () if value is None else (value,)
 
 
 # -- The feed -----------------------------------------------------------------------------------------------

@@ -37,9 +37,12 @@ def sha256(data):
 # -- JSON ---------------------------------------------------------------------------------------------------
 
 
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
+
+
 def canonical(value):
     """Serialise JSON per RFC 8785; only for values without floats and with ASCII keys, which is all we sign."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return _canonical(value).encode()
 
 
 def read_json(data):
@@ -91,7 +94,7 @@ def checksum(address):
     """Return the EIP-55 mixed-case form of a lower-case address."""
     digits = address[2:]
     shadow = keccak(digits.encode()).hex()
-    return "0x" + "".join(c.upper() if int(s, 16) >= 8 else c for c, s in zip(digits, shadow))
+    return "0x" + "".join(c.upper() if s > "7" else c for c, s in zip(digits, shadow))
 
 
 def is_address(text):
@@ -118,10 +121,15 @@ def tweak(master_key, terms):
     return sha256(b"deposit" + master_key + sha256(terms))
 
 
+@functools.lru_cache(maxsize=1024)  # one paid call asks for it several times
 def deposit_address(master_key, terms):
     """Return the address that holds the money of the deal with these canonical ``terms``."""
-    point = coincurve.PublicKey(master_key).add(tweak(master_key, terms))
-    return address_of(point.format(compressed=False))
+    return address_of(_point(master_key).add(tweak(master_key, terms)).format(compressed=False))
+
+
+@functools.lru_cache(maxsize=16)
+def _point(public_key):
+    return coincurve.PublicKey(public_key)
 
 
 def deposit_key(master_secret, terms):

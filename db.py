@@ -4,10 +4,12 @@ Every function that touches data takes ``db``, a connection from :func:`connect`
 """
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import sqlite3
 import threading
+import time
 
 SCHEMA = pathlib.Path(__file__).with_name("schema.sql")
 VERSION = 1  # PRAGMA user_version of schema.sql; raise it together with a step in MIGRATIONS
@@ -15,7 +17,16 @@ MIGRATIONS: dict[int, str] = {}  # from version -> script that leads to the next
 
 # SQLite 3.7.0 to 3.51.2 can corrupt a WAL that several connections checkpoint at once
 # (https://sqlite.org/wal.html, "the WAL-reset bug"), so older libraries get a rollback journal.
+# It is kept between transactions (PERSIST): deleting it for every commit costs ten times the commit itself.
 WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
+BUSY_SECONDS = 5.0
+TRY_EVERY = 0.0005  # SQLite's own waits grow to 100 ms, which starves some writers for seconds when many write
+
+
+class Connection(sqlite3.Connection):
+    """A connection whose transactions queue at ``turnstile``, an open lock file, before they ask SQLite."""
+
+    turnstile = None
 
 
 class NotReady(Exception):
@@ -27,12 +38,15 @@ def connect(path, *, durable=True):
 
     A commit is on the disk when it returns. ``durable=False`` is for counters that may be lost.
     """
-    db = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(
+        path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, factory=Connection
+    )  # fmt: skip
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA foreign_keys = ON")
     if durable:
-        db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'DELETE'}")
+        db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'PERSIST'}")
         db.execute(f"PRAGMA synchronous = {'FULL' if WAL_IS_SAFE else 'EXTRA'}")
+        db.turnstile = open(f"{path}.turn", "a")
     else:
         db.execute("PRAGMA journal_mode = MEMORY")
         db.execute("PRAGMA synchronous = OFF")
@@ -54,14 +68,34 @@ def here(path, opener=connect):
 @contextlib.contextmanager
 def transaction(db):
     """Hold the one write lock from the first statement on; commit at the end, roll back on any error."""
-    db.execute("BEGIN IMMEDIATE")
+    with _turn(db):
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield db
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+
+@contextlib.contextmanager
+def _turn(db):
+    """Wait for the other writers among us; SQLite's own lock stays the one that protects the data."""
+    if db.turnstile is None:
+        yield
+        return
+    for _ in range(int(BUSY_SECONDS / TRY_EVERY)):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(db.turnstile, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(TRY_EVERY)
+    else:
+        raise sqlite3.OperationalError("database is locked")
     try:
-        yield db
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
+        yield
+    finally:
+        fcntl.flock(db.turnstile, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import chain
 
 ENDED = ("released", "refunded", "split")
 HOUR = 3600
+DEAL_ID = re.compile(r"deal_[a-z2-7]{26}")
 GUARANTEE_GRACE = 7 * 24 * HOUR  # how long after the last possible decision the refund guarantee becomes valid
 DEFAULT_HOURS = 24  # to deliver, and to review, when the buyer does not say
 LEG_LIFE = 10 * 365 * 24 * HOUR  # a payout is a check that stays good; the nonce, not the date, stops a second one
@@ -76,7 +77,7 @@ class Terms:
     @functools.cached_property
     def canonical(self):
         """The RFC 8785 bytes that the deposit address commits to."""
-        return chain.canonical(dataclasses.asdict(self))
+        return chain.canonical({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     def deal_id(self, master_key):
         """Return the id of the deal with these terms under the master key (33 bytes)."""
@@ -294,9 +295,14 @@ def find(db, deal_id):
     return db.execute("SELECT * FROM deals WHERE id = :id", {"id": deal_id}).fetchone()
 
 
-def get(db, deal_id):
+def glance(db, deal_id):
+    """Return of the deal's row what a reader's cached record depends on. Refuses with not_found."""
+    return get(db, deal_id, "SELECT id, version, state, due_at FROM deals WHERE id = :id")
+
+
+def get(db, deal_id, query="SELECT * FROM deals WHERE id = :id"):
     """Return the deal's row. Refuses with not_found, so that callers never check."""
-    row = find(db, deal_id) if re.fullmatch(r"deal_[a-z2-7]{26}", deal_id) else None
+    row = db.execute(query, {"id": deal_id}).fetchone() if DEAL_ID.fullmatch(deal_id) else None
     if row is None:
         raise Refusal("not_found", "No deal has this id; a deal exists from the moment its payment is accepted.")
     return row

@@ -1,14 +1,20 @@
 """One bounded JSON exchange with a server that may be slow, huge or hostile (facilitators, RPC nodes)."""
 
+import base64
+import dataclasses
+import functools
+import http.client
 import io
 import json
 import re
+import select
+import ssl
 import threading
 import time
+import urllib.parse
+import zlib
 
-import requests
-import urllib3
-from requests.adapters import HTTPAdapter
+import certifi
 
 CONNECT_SECONDS = 5.0
 CAP = 1 << 20  # bytes of an answer that are read at most
@@ -34,45 +40,106 @@ def post_json(url, body, *, seconds, headers=None, again=False):
     more than 1 MiB is read. ``again``: a pure question, so a connection that the other side had closed in the
     meantime is worth one more try. Raises Unreachable or NoAnswer.
     """
+    data = json.dumps(body, separators=(",", ":")).encode()
     _here.deadline = time.monotonic() + seconds
     try:
-        return _post(url, body, seconds, headers)
+        return _post(url, data, headers or {})
     except NoAnswer as error:
-        left = _here.deadline - time.monotonic()
-        if not again or left < seconds / 2 or not isinstance(error.__cause__, requests.exceptions.ConnectionError):
+        cut = isinstance(error.__cause__, (ConnectionError, http.client.BadStatusLine))
+        if not again or not cut or _left() < seconds / 2:
             raise
-        return _post(url, body, left, headers)
+        return _post(url, data, headers or {})
 
 
-def _post(url, body, seconds, headers):
+def _post(url, data, headers):
+    parts = _split(url)
+    connection = _connected(parts)
     try:
-        with _session().post(
-            url,
-            data=json.dumps(body, separators=(",", ":")).encode(),
-            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})},
-            timeout=(min(CONNECT_SECONDS, seconds), seconds),
-            allow_redirects=False,
-            stream=True,
-        ) as response:
-            return response.status_code, _json(_read(response))
-    except (requests.exceptions.ConnectTimeout, requests.exceptions.InvalidURL) as error:
+        connection.sock.settimeout(_left())
+        connection.request("POST", parts.target, data, {**parts.headers, **headers})
+        response = connection.getresponse()
+        answer = response.status, _json(_read(response))
+    except (OSError, ValueError, http.client.HTTPException, zlib.error) as error:
+        connection.close()
+        raise NoAnswer(str(error) or type(error).__name__) from error
+    except BaseException:
+        connection.close()
+        raise
+    if not response.will_close:
+        _here.open[parts.origin] = connection
+    return answer
+
+
+def _left():
+    """Return the seconds until the deadline of this thread's exchange; a moment when it has passed."""
+    return max(0.001, _here.deadline - time.monotonic())
+
+
+def _connected(parts):
+    """Take this thread's idle connection to a server, or make one. Raises Unreachable: nothing has been sent yet."""
+    if not hasattr(_here, "open"):
+        _here.open = {}
+    connection = _here.open.pop(parts.origin, None)
+    if connection is not None:
+        idle = select.poll()
+        idle.register(connection.sock.fileno(), select.POLLIN)
+        if not idle.poll(0):
+            return connection
+        connection.close()  # the other side has closed it, or talks out of turn
+    kind = _HTTPS if parts.origin[0] == "https" else _HTTP
+    try:
+        connection = kind(*parts.origin[1:], timeout=min(CONNECT_SECONDS, _left()))
+        connection.connect()
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unreachable(str(error)) from error
-    except requests.exceptions.ConnectionError as error:
-        cause = error.args[0] if error.args else None
-        if isinstance(getattr(cause, "reason", None), urllib3.exceptions.NewConnectionError):
-            raise Unreachable(str(error)) from error
-        raise NoAnswer(str(error)) from error
-    except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
-        raise NoAnswer(str(error)) from error
+    return connection
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What of a URL goes where: ``origin`` is (scheme, host, port)."""
+
+    origin: tuple
+    target: str
+    headers: dict
+
+
+@functools.lru_cache(maxsize=64)
+def _split(url):
+    try:
+        found = urllib.parse.urlsplit(url)
+        origin = found.scheme, found.hostname, found.port
+    except ValueError as error:
+        raise Unreachable(str(error)) from error
+    if found.scheme not in ("http", "https") or not found.hostname:
+        raise Unreachable(f"{url} is not an address of the web")
+    headers = {
+        "Content-Type": "application/json",
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+        "User-Agent": "deal-holding-service/1.1",
+    }
+    if found.username:
+        login = f"{urllib.parse.unquote(found.username)}:{urllib.parse.unquote(found.password or '')}"
+        headers["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
+    target = (found.path or "/") + (f"?{found.query}" if found.query else "")
+    return _Parts(origin, urllib.parse.quote(target, safe="/?=&%:;,+@!$'()*~-._"), headers)
 
 
 def _read(response):
-    body = bytearray()
-    for chunk in response.iter_content(65536):
-        body += chunk
-        if len(body) > CAP:
-            raise NoAnswer(f"the answer is larger than {CAP} bytes")
-    return bytes(body)
+    """Read a body to its end, unpacked if it comes packed although we did not ask for that."""
+    body = response.read(CAP + 1)
+    if response.length:
+        raise http.client.IncompleteRead(body, response.length) if len(body) <= CAP else _too_large()
+    if response.getheader("Content-Encoding", "identity").lower() in ("gzip", "deflate"):
+        body = zlib.decompressobj(wbits=47).decompress(body, CAP + 1)
+    if len(body) > CAP:
+        raise _too_large()
+    return body
+
+
+def _too_large():
+    return NoAnswer(f"the answer is larger than {CAP} bytes")
 
 
 def _json(body):
@@ -105,26 +172,6 @@ def too_deep(text):
         elif not inside and mark in "]}":
             depth -= 1
     return False
-
-
-def _session():
-    """One session per thread: requests does not promise that sessions may be shared."""
-    if not hasattr(_here, "session"):
-        session = requests.Session()
-        session.trust_env = False
-        session.headers["User-Agent"] = "deal-holding-service/1.1"
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, _DeadlineAdapter(max_retries=0))
-        _here.session = session
-    return _here.session
-
-
-class _DeadlineAdapter(HTTPAdapter):
-    """Use connections whose every single read ends at the exchange's deadline (a slow drip never outlives it)."""
-
-    def init_poolmanager(self, *args, **kwargs):
-        super().init_poolmanager(*args, **kwargs)
-        self.poolmanager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
 
 
 class _DeadlineSocket:
@@ -160,21 +207,21 @@ class _DeadlineReader(io.RawIOBase):
         super().close()
 
 
-class _HTTPConnection(urllib3.connection.HTTPConnection):
+class _HTTP(http.client.HTTPConnection):
     def connect(self):
         super().connect()
         self.sock = _DeadlineSocket(self.sock)
 
 
-class _HTTPSConnection(urllib3.connection.HTTPSConnection):
+class _HTTPS(http.client.HTTPSConnection):
+    def __init__(self, *args, **options):
+        super().__init__(*args, context=_tls(), **options)
+
     def connect(self):
         super().connect()
         self.sock = _DeadlineSocket(self.sock)
 
 
-class _HTTPPool(urllib3.HTTPConnectionPool):
-    ConnectionCls = _HTTPConnection
-
-
-class _HTTPSPool(urllib3.HTTPSConnectionPool):
-    ConnectionCls = _HTTPSConnection
+@functools.cache
+def _tls():
+    return ssl.create_default_context(cafile=certifi.where())

@@ -33,7 +33,7 @@ def problems(client):
 
 def test_a_new_service_is_healthy(client):
     facts = client.get("/health").json
-    assert facts.pop("database") in [{"schema": 1, "journal_mode": mode} for mode in ("delete", "wal")]
+    assert facts.pop("database") in [{"schema": 1, "journal_mode": mode} for mode in ("persist", "wal")]
     assert facts == {
         "status": "ok",
         "problems": [],
