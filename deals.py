@@ -81,8 +81,13 @@ class Terms:
 
     def deal_id(self, master_key):
         """Return the id of the deal with these terms under the master key (33 bytes)."""
-        digest = chain.sha256(b"deal" + master_key + chain.sha256(self.canonical))
-        return "deal_" + base64.b32encode(digest[:16]).decode().rstrip("=").lower()
+        return _deal_id(master_key, self.canonical)
+
+
+@functools.lru_cache(maxsize=64)  # one call asks several times
+def _deal_id(master_key, canonical):
+    digest = chain.sha256(b"deal" + master_key + chain.sha256(canonical))
+    return "deal_" + base64.b32encode(digest[:16]).decode().rstrip("=").lower()
 
 
 def terms(body):

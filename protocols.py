@@ -68,6 +68,13 @@ class Terminal:
     secrets: tuple
     extensions: dict = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def fixed_extensions(self):
+        """The members of a quote's ``extensions`` that are the same in every quote, as JSON text."""
+        identifier = {"info": {"required": False}, "schema": IDENTIFIER_SCHEMA}
+        found = {"payment-identifier": identifier, **self.extensions}
+        return json.dumps(found, separators=(",", ":"))[1:-1]
+
 
 @dataclasses.dataclass(frozen=True)
 class Payment:
@@ -111,13 +118,10 @@ def quote(terminal, offer, *, now):
         "error": offer.error,
         "resource": {"url": offer.url, "description": terminal.description, "mimeType": "application/json"},
         "accepts": [requirements(terminal, offer.pay_to, offer.price_units)],
-        "extensions": {
-            "deal": {"info": deal, "schema": DEAL_SCHEMA},
-            "payment-identifier": {"info": {"required": False}, "schema": IDENTIFIER_SCHEMA},
-            **terminal.extensions,
-        },
+        "extensions": {"deal": {"info": deal, "schema": DEAL_SCHEMA}},
     }
-    body = json.dumps(required, separators=(",", ":")).encode()
+    # The other extensions are long and never change: their text goes in before the last two braces.
+    body = (json.dumps(required, separators=(",", ":"))[:-2] + "," + terminal.fixed_extensions + "}}").encode()
     headers = {
         "PAYMENT-REQUIRED": base64.b64encode(body).decode(),
         "WWW-Authenticate": challenge(terminal, offer, now=now),
