@@ -151,7 +151,7 @@ def test_the_operator_reads_notes_and_marks_them_done(client, run):
     first = client.post("/feedback", json={"message": "A line\nand \x1b[31mred"}).json["id"]
     second = client.post("/feedback", json={"message": "Another."}).json["id"]
     listed = run("feedback", "list")
-    assert "A line and  [31mred" in listed and "Another." in listed and "\x1b" not in listed
+    assert "A line\ufffdand \ufffd[31mred" in listed and "Another." in listed and "\x1b" not in listed
     run("feedback", "done", first)
     assert [note["id"] for note in json.loads(run("feedback", "list", "--json"))] == [second]
     assert len(json.loads(run("feedback", "list", "--all", "--json"))) == 2
