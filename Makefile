@@ -26,6 +26,9 @@ demo: .venv/ready  ## Set up, and watch two agents do three deals in the sandbox
 test: .venv/tests-ready tests/evm/node_modules/ready  ## Set up, and run every test
 	@$(BIN)/python -m pytest -q $(ARGS)
 
+prove: .venv/ready  ## Let simulated agents, faults and deaths try to lose money: 10,000 deals, at most two minutes
+	@$(BIN)/python -m prove $(ARGS)
+
 serve: .venv/ready  ## Serve the sandbox at http://127.0.0.1:8402
 	@$(BIN)/python cli.py serve
 
@@ -41,4 +44,4 @@ bench: .venv/bench-ready  ## Measure, against what it should be compared with
 contracts: tests/evm/node_modules/ready  ## Compile the test token again
 	@node tests/evm/build.mjs
 
-.PHONY: help demo test serve bench contracts
+.PHONY: help demo test prove serve bench contracts

@@ -14,7 +14,7 @@ from .events import LAW
 from .faults import FAULTS, IMPOSSIBLE
 from .simulation import Simulation
 
-COUNT = 10  # deals of one seed
+COUNT = 16  # deals of one seed
 
 
 def main(arguments=None):

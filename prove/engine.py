@@ -74,6 +74,7 @@ class Task:
         self.done = self.died = self.doomed = False
         self.result = self.error = None
         self.settled = []  # authorizations this task has handed to a facilitator: (payer, nonce)
+        self.sent = set()  # (deal id, leg) of the payouts this task has sent
         self.disk_failed = self.stalled = False
 
 

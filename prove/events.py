@@ -100,5 +100,5 @@ def _check_lapsed(laws, deal):
     if use and use.payee == deal["deposit_address"] and use.block < model.number - 50 and not laws.was_restored:
         laws.broken("no lapse while the money is there", f"landed in block {use.block} of {model.number}", deal["id"])
     dead = use is not None or model.time_of(model.number) > row["valid_before"]
-    if not dead and laws.doubts[key]:
+    if not dead and laws.doubts[key] and not laws.was_restored:  # a restored backup has forgotten its doubts
         laws.broken("lapsed only when nothing can land, or after a clear no", f"{row['reason']!r}, but a facilitator has it", deal["id"])

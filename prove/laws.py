@@ -85,6 +85,8 @@ class Laws:
         row = self.db.execute("SELECT * FROM payments WHERE payer = ? AND nonce = ?", key).fetchone()
         if row is None or row["signature"] != signature:
             self.broken("no settle that was not committed first", f"{task.label} settles {key}", task.deal)
+        if row["status"] == "settled":  # a reorganisation took it away: the same bytes go out again, and need no lease
+            return
         if not self.clock_jumped and not self.was_restored and not task.stalled:
             for other, lease in self.in_flight.get(key, ()):
                 if other is not task and not other.stalled and row["lease_until"] < lease + LEASE - 1:
@@ -113,12 +115,15 @@ class Laws:
     def _one_turn(self, task, leg):
         """Two sweeps never take the same turn of a leg: a turn is five seconds long at least."""
         key, now = (leg["deal_id"], leg["leg"]), self.sim.time
-        before = self.turns.get(key)
-        if before and before[0] is not task and now - before[1] < 4.5:
-            if not (task.stalled or before[0].stalled or before[0].died or self.clock_jumped or self.was_restored):
+        before, sent = self.turns.get(key, (None, 0.0)), task.sent
+        if key in sent:  # the same turn at the next facilitator
+            return
+        sent.add(key)
+        other, began = before
+        if other is not None and other is not task and now - began < 4.5:
+            if not (task.stalled or other.stalled or other.died or self.clock_jumped or self.was_restored):
                 self.broken("two sweeps never take the same turn", f"{leg['leg']} sent twice at once", leg["deal_id"])
-        if before is None or before[0] is not task:
-            self.turns[key] = task, now
+        self.turns[key] = task, now
 
     # -- After every step ---------------------------------------------------------------------------------------------
 

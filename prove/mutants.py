@@ -121,9 +121,13 @@ def build(mutant, folder):
 
 
 def live(mutant, seconds):
-    """Run one mutant in this process, which must not have loaded the service yet; returns what killed it, or None."""
+    """Run one mutant in this process, which is given up afterwards; returns what killed it, or None."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         build(mutant, folder)
+        for name, module in list(sys.modules.items()):  # whatever was loaded of the original
+            if str(getattr(module, "__file__", "")).startswith(str(HERE) + os.sep) and name != "__main__":
+                if "site-packages" not in module.__file__:
+                    del sys.modules[name]
         sys.path.insert(0, folder)
         os.chdir(folder)
         until, seed = time.monotonic() + seconds, 0

@@ -1,0 +1,76 @@
+"""The simulator itself: it is deterministic, it finds nothing in the code as it is, and it notices every guard that goes."""
+
+import os
+import subprocess
+import sys
+
+import deals
+from prove import cli, mutants
+from prove.events import LAW
+from prove.faults import FAULTS
+
+# The simulator needs tens of seconds to notice these; `python -m prove.mutants` hunts all.
+SLOW = {"the operator decides after the deadline", "two looks owe one surplus twice"}
+
+
+def test_a_short_campaign_breaks_no_promise(tmp_path):
+    for seed in range(20):
+        found = cli.run_seed(seed, str(tmp_path), count=6)
+        assert found["broken"] is None, f"python -m prove --seed {seed} --count 6\n{found['broken']}"
+
+
+def test_a_seed_without_faults_ends_with_every_deal_paid(tmp_path):
+    found = cli.run_seed(1, str(tmp_path), count=10, faults=())
+    assert found["broken"] is None
+    assert found["moves"]["fund"] == 10
+    assert sum(found["faults"].values()) == found["deaths"] == 0
+
+
+HISTORY = """
+import sys
+from prove import cli
+sim = cli.Simulation(5, sys.argv[1], count=6)
+sim.live()
+print(len(sim.trace), *sim.trace, sep="\\n")
+"""
+
+
+def test_a_seed_is_one_history_in_every_process(tmp_path):
+    """Threads, hash seeds and the machine's clock change nothing about it."""
+    told = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", HISTORY, str(tmp_path)],
+            capture_output=True, text=True, env=environment, cwd=mutants.HERE, check=True,
+        )  # fmt: skip
+        told.append(done.stdout)
+    assert told[0] == told[1]
+    assert int(told[0].split()[0]) > 40
+
+
+def test_the_law_names_every_move_of_the_table():
+    assert set(LAW) == set(deals.MOVES) | {"pay", "offer", "statement"}
+
+
+def test_a_fault_that_is_left_out_does_not_happen(tmp_path):
+    found = cli.run_seed(3, str(tmp_path), count=6, faults=["reorg", "rpc_lags"])
+    assert set(found["faults"]) <= {"reorg", "rpc_lags"}
+
+
+def test_the_simulator_notices_every_guard_that_is_taken_away():
+    chosen = [mutant for mutant in mutants.ALL if mutant.name not in SLOW]
+    assert len(chosen) >= 40
+    found = mutants.hunt(chosen, seconds=40, processes=os.cpu_count())
+    assert {mutant.name: error for mutant, killed, error, _ in found if killed is None} == {}
+
+
+def test_a_copy_with_every_guard_in_place_is_not_killed():
+    """What kills the mutants is the missing guard, and not the copying."""
+    whole = mutants.Mutant("nothing is missing", "deals.py", "def move(", "def move(", "silent,two_sweeps")
+    ((_, killed, error, _),) = mutants.hunt([whole], seconds=3, processes=1)
+    assert (killed, error) == (None, None)
+
+
+def test_every_fault_is_explained_in_one_line():
+    assert all(0 < chance < 1 and words for chance, words in FAULTS.values())
