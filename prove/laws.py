@@ -113,14 +113,14 @@ class Laws:
                     self.broken("the parties are paid before the fee", f"{party['leg']} is {party['status']}", leg["deal_id"])
 
     def _one_turn(self, task, leg):
-        """Two sweeps never take the same turn of a leg: a turn is five seconds long at least."""
+        """Two sweeps never take the same turn of a leg: a turn is three seconds long at least."""
         key, now = (leg["deal_id"], leg["leg"]), self.sim.time
         before, sent = self.turns.get(key, (None, 0.0)), task.sent
         if key in sent:  # the same turn at the next facilitator
             return
         sent.add(key)
         other, began = before
-        if other is not None and other is not task and now - began < 4.5:
+        if other is not None and other is not task and now - began < 2.5:
             if not (task.stalled or other.stalled or other.died or self.clock_jumped or self.was_restored):
                 self.broken("two sweeps never take the same turn", f"{leg['leg']} sent twice at once", leg["deal_id"])
         self.turns[key] = task, now

@@ -142,6 +142,8 @@ def _halt(sim):
 
 
 def _reorg(sim):
+    if sim.time < sim.chain.halted_until:  # a chain that makes no blocks replaces none
+        return
     sim.hit("reorg")
     sim.chain.reorganise(sim.rng.randrange(1, 5), sim.rng)
 
