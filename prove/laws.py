@@ -221,7 +221,7 @@ class Laws:
             ask.payment.answers.append(status)
             if status == 200:
                 self._receipt(task, ask.payment, answer)
-            if status == 402:
+            if status == 402 and (task.settled or b"would not settle" in answer.raw):
                 self._refused(task, ask.payment)
         elif ask.path.endswith("/deal"):
             self._quoted(task, ask, answer)
@@ -419,21 +419,22 @@ class Laws:
 
     def _returned(self, deal, row, owed, out):
         """Every payer whose payment landed without being the price of a deal has it back."""
-        claimed = {r["payer"] for r in self.db.execute("SELECT payer FROM payments WHERE deal_id = ?", (deal.id,))}
-        paid = {}
+        claimed = {tuple(r) for r in self.db.execute("SELECT payer, nonce FROM payments WHERE deal_id = ?", (deal.id,))}
+        paid, unclaimed = {}, {}
         for key in {payment.key: None for payment in deal.payments}:
             use = self.sim.chain.use(*key)
             if use and use.payee:
-                paid[key[0]] = paid.get(key[0], 0) + use.units
+                kind = paid if key in claimed else unclaimed
+                kind[key[0]] = kind.get(key[0], 0) + use.units
         funder = row["buyer_address"] if row is not None else None
-        for payer, units in paid.items():
+        for payer in {**paid, **unclaimed}:
             refund = deal.terms.amount_units - row["seller_units"] if owed else 0
-            due = units - owed + refund if payer == funder else units
-            if out.get(payer, 0) < due - SMALLEST:
-                if row is not None and payer != funder and payer not in claimed:
-                    self.unattributed += 1  # submitted by a third party to a deal the service had refused this payer
-                    continue
-                self.broken("whoever paid in vain has its money back", f"{payer}: {out.get(payer, 0)} of {due}", deal.id)
+            due = paid.get(payer, 0) + (refund - owed if payer == funder else 0)
+            got = out.get(payer, 0)
+            if got < due - SMALLEST:
+                self.broken("whoever paid in vain has its money back", f"{payer}: {got} of {due}", deal.id)
+            # What a third party submitted although the service never took it on: it goes to the deal's buyer.
+            self.unattributed += got < due + unclaimed.get(payer, 0) - SMALLEST
 
     def _forbidden(self):
         """What the database itself forbids, whatever the code does: tried, refused and rolled back."""
