@@ -8,6 +8,7 @@ seed, so a seed is a history.
 
 import collections
 import contextlib
+import dataclasses
 import heapq
 import logging
 import os
@@ -76,6 +77,15 @@ class Task:
         self.settled = []  # authorizations this task has handed to a facilitator: (payer, nonce)
         self.sent = set()  # (deal id, leg) of the payouts this task has sent
         self.disk_failed = self.stalled = False
+
+
+@dataclasses.dataclass
+class Job:
+    """Something an operator runs: ``work(db, world)``."""
+
+    label: str
+    work: object
+    deal: str | None = None
 
 
 class Worker(threading.Thread):

@@ -6,6 +6,7 @@ import sqlite3
 import chain
 import operations
 
+from .agents import service_due
 from .engine import Violation
 from .events import check_event
 
@@ -274,8 +275,6 @@ class Laws:
 
     def _timely(self, task, record):
         """No answer depends on when cron ran: what was due before the request began has been applied."""
-        from .agents import service_due
-
         if record["state"] != "pending" and record["next"] and not self.clock_jumped and "answer_of" not in record:
             if service_due(record) <= int(task.began) and not self.receipts_old(record):
                 self.broken("a due timer is applied on read", f"{record['state']} was due", record["id"])
@@ -465,23 +464,19 @@ class Laws:
         with open(self.sim.path, "rb") as file:
             stored = file.read()
         told = ("\n".join(self.sim.log) + self.sim.noise.getvalue()).encode()
-        from .simulation import MASTER
-
         for where, data in (("the database", stored), ("the logs", told)):
             for deal in self.sim.deals:
                 if deal.secret.encode() in data:
                     self.broken("no secret is ever stored or logged", where, deal.id)
-                key = chain.deposit_key(MASTER, deal.terms.canonical)
+                key = chain.deposit_key(self.sim.master, deal.terms.canonical)
                 if key in data or key.hex().encode() in data:
                     self.broken("no key is ever stored or logged", where, deal.id)
-            if MASTER in data or MASTER.hex().encode() in data:
+            if self.sim.master in data or self.sim.master.hex().encode() in data:
                 self.broken("no key is ever stored or logged", where)
 
     def _audit(self):
         """The operator's own audit agrees: silent when all is well."""
-        from .operators import _run
-
-        found = _run(self.sim, "the audit", operations.audit)
+        found = self.sim.command("the audit", operations.audit)
         gone = {deal.id for deal in self.sim.deals if self.taken_away(deal.id)}
         if gone - {line["deal"] for line in found}:
             self.broken("the audit tells what a reorganisation took", str(gone))

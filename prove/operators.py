@@ -1,6 +1,8 @@
 """The operator and the weather: sweeps, decisions, switches, backups; halts, reorganisations, deaths; and the calm."""
 
 import math
+import os
+import shutil
 
 import chain
 import db as database
@@ -10,7 +12,7 @@ import transfers
 from deals import Refusal
 
 from . import agents
-from .engine import Violation
+from .engine import Job
 
 WEATHER = ("halt", "reorg", "pause", "blacklist", "power_cut", "clock_jump", "switch", "rotation", "restore")
 WEIGHTS = (4, 8, 2, 2, 3, 1, 1, 1, 0.4)
@@ -48,8 +50,6 @@ def due(sim):
 
 def sweeper(sim):
     """Sweep as cron does, more or less; sometimes two at once, sometimes nobody for hours."""
-    from .simulation import Job
-
     rng = sim.rng
     while True:
         moment = due(sim)
@@ -77,8 +77,6 @@ def _sweeping(sim, limit=100):
 
 def judge(sim):
     """Decide disputes, early, late or in the second of the deadline; decide some twice."""
-    from .simulation import Job
-
     rng = sim.rng
     while True:
         yield rng.choice((30, 600, 7000)) + sim.quiet() * 0.2
@@ -105,8 +103,6 @@ def _decide(deal_id, outcome, units):
 
 def keeper(sim):
     """Make a backup now and then, and look after health and books while everything goes on."""
-    from .simulation import Job
-
     while True:
         yield Job("a backup", lambda db, world: _backup(sim, db))
         yield Job("health", lambda db, world: operations.health(db, world))
@@ -176,8 +172,6 @@ def _clock_jump(sim):
 
 
 def _switch(sim):
-    from .simulation import Job
-
     sim.hit("switch")
 
     def flip():
@@ -203,9 +197,6 @@ def _restart(sim):
 
 def _restore(sim):
     """Stop everything and put the last backup in the database's place."""
-    import os
-    import shutil
-
     if not os.path.exists(sim.path + ".backup"):
         return
     sim.hit("restore")
@@ -256,26 +247,12 @@ def calm(sim):
     sim.laws.unfinished(open_ends)
 
 
-def _run(sim, label, work):
-    """Run one command to its end."""
-    from .simulation import Job
-
-    found = []
-
-    def once():
-        found.append((yield Job(label, work)))
-
-    sim.agent(once())
-    sim.run(lambda: found)
-    return found[0]
-
-
 def _sweep(sim):
-    _run(sim, "the sweep", _sweeping(sim))
+    sim.command("the sweep", _sweeping(sim))
 
 
 def _recover(sim):
     """Return what lies at the deposits of terms that never became a deal, as their payers ask the operator."""
     for deal, payee in sim.laws.stranded():
-        _run(sim, "the operator recovers stray money",
+        sim.command("the operator recovers stray money",
              lambda db, world: operations.recover(db, world, deal.terms, payee, act=True))  # fmt: skip

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import io
 import os
 import sqlite3
@@ -47,15 +46,6 @@ class Process:
             self.client = application.create_app(world=self.world).test_client(use_cookies=False)
 
 
-@dataclasses.dataclass
-class Job:
-    """Something an operator runs: ``work(db, world)``."""
-
-    label: str
-    work: object
-    deal: str | None = None
-
-
 class Simulation(engine.Scheduler):
     """The whole of one seed."""
 
@@ -69,7 +59,7 @@ class Simulation(engine.Scheduler):
         self.chain = Chain(self.token, self.time)
         self.secrets = [chain.sha256(b"challenge secret 0")]
         self.purse, self.stranger = "0x" + "e5" * 20, parties.Party("a stranger", 7)
-        self.wallets = {MASTER_KEY: MASTER}
+        self.master, self.wallets = MASTER, {MASTER_KEY: MASTER}
         self.treasury = chain.address_of(MASTER_KEY)
         db = self.connect()
         database.init(db, mode="live")
@@ -197,6 +187,17 @@ class Simulation(engine.Scheduler):
         task.generator, task.ask, task.began = generator, None, self.clock()
         if not self.start(task, self.office):
             self._later(generator, 1.0, None)
+
+    def command(self, label, work):
+        """Run one command of the operator to its end and return what it returned."""
+        found = []
+
+        def once():
+            found.append((yield engine.Job(label, work)))
+
+        self.agent(once())
+        self.run(lambda: found)
+        return found[0]
 
     def finished(self, task):
         """A task has ended or died: judge its answer, and tell its agent, unless the answer is lost."""

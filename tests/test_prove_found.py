@@ -5,11 +5,13 @@ import json
 
 import pytest
 
+import chain
 import deals
 import operations
 import sandbox
 import transfers
 from deals import Refusal
+from facilitators import Outcome
 
 
 def parsed(db, deal_id):
@@ -60,3 +62,71 @@ def test_no_surplus_is_owed_for_money_that_a_lagging_node_still_shows(db, world,
     transfers.sweep(db, world, {})
     legs = [row["leg"] for row in db.execute("SELECT leg FROM transfers WHERE deal_id = ?", (deal["id"],))]
     assert sorted(legs) == ["buyer", "fee", "guarantee"]
+
+
+def test_a_payer_that_looked_before_another_ones_attempt_lapsed_does_not_take_it_over(
+    db, world, buyer, charlie, seller, monkeypatch
+):
+    """While charlie's payment is verified, the buyer's comes, is refused wrongly, and may land any moment."""
+    facilitator = world.facilitators[0]
+    body = buyer.request(seller)
+    headers = charlie.x402(charlie.quote(body))
+    verify = facilitator.verify
+
+    def slow_verify(*args, **options):
+        monkeypatch.setattr(facilitator, "verify", verify)
+        monkeypatch.setattr(facilitator, "settle", lambda *args, **options: Outcome("refused", reason="insufficient_funds"))
+        assert buyer.pay(seller).status_code == 402
+        return verify(*args, **options)
+
+    monkeypatch.setattr(facilitator, "verify", slow_verify)
+    answer = charlie.client.post("/x402/deal", json=body, headers=headers)
+    assert (answer.status_code, answer.json["error"]) == (409, "deal_exists")
+    assert db.execute("SELECT buyer_address FROM deals").fetchone()["buyer_address"] == buyer.address
+
+
+class OldPayout(chain.Ledger):
+    """A node that refuses log ranges over 2,000 blocks; one payout was used in block 500,000 of 700,000."""
+
+    def __init__(self, landed=500_000):
+        super().__init__("http://node.test", chain.Token("0x" + "11" * 20, "USD Coin", "2", 8453))
+        self.landed = landed
+
+    def _ask(self, *calls):
+        return [getattr(self, method)(params) for method, params in calls]
+
+    def eth_getBlockByNumber(self, params):
+        return {"number": hex(700_000), "timestamp": hex(1_790_000_000)}
+
+    def eth_call(self, params):
+        return "0x" + "1".rjust(64, "0")
+
+    def eth_getLogs(self, params):
+        first, last = int(params[0]["fromBlock"], 16), int(params[0]["toBlock"], 16)
+        if last - first >= 2_000:
+            raise chain.ChainUnknown("block range is too wide")
+        return [{"transactionHash": "0x" + "ab" * 32}] if first <= self.landed <= last else []
+
+    def eth_getTransactionReceipt(self, params):
+        return {"status": "0x1", "logs": []}
+
+    def _proves(self, receipt, authorization):
+        return True
+
+
+def test_a_payout_that_landed_long_after_it_was_owed_is_found_in_ranges_that_nodes_accept():
+    owed = 1_790_000_000 - 2 * 230_000  # 230,000 blocks ago, hence 30,000 before it landed
+    leg = chain.Authorization("0x" + "22" * 20, "0x" + "33" * 20, 1, 0, owed + deals.LEG_LIFE, "0x" + "44" * 32)
+    assert OldPayout(landed=690_000).transaction_of(leg, since=owed) == "0x" + "ab" * 32
+
+
+def test_a_payout_beyond_the_search_costs_a_bounded_number_of_calls_and_is_no_error():
+    owed = 1_790_000_000 - 2 * 699_000
+    leg = chain.Authorization("0x" + "22" * 20, "0x" + "33" * 20, 1, 0, owed + deals.LEG_LIFE, "0x" + "44" * 32)
+    assert OldPayout(landed=100).transaction_of(leg, since=owed) is None
+
+
+def test_a_payment_claimed_while_the_clock_was_a_day_ahead_is_found():
+    claimed = 1_790_000_000 - 3_600 + 86_400
+    paid = chain.Authorization("0x" + "22" * 20, "0x" + "33" * 20, 1, 0, claimed + 300, "0x" + "44" * 32)
+    assert OldPayout(landed=698_200).transaction_of(paid, since=claimed - 1_800) == "0x" + "ab" * 32

@@ -174,6 +174,7 @@ def test_a_service_killed_again_and_again_loses_nothing_and_pays_nobody_twice(vi
             person.join(0.5)
     victims.end()
 
+    print(f"{victims.kills} kills, {len(told)} answers to payments, {len({t[:2] for t in told})} deals")
     assert victims.kills >= 30
     assert {status for _, _, status in told} <= {200, 202, 402, 409, 429, 503}
     settle_everything(settings, db)
