@@ -90,7 +90,8 @@ def _enveloped(db, query, found, if_none_match):
 
 
 def _refused(db, query, refusal):
-    body = {"error": refusal.code, "message": refusal.message, **_envelope(_as_of(db, query))}
+    docs = f"{query.base_url}/docs/errors/{refusal.code}"
+    body = {"error": refusal.code, "message": refusal.message, "docs": docs, **_envelope(_as_of(db, query))}
     return Reply(refusal.status, {**CACHED, "Content-Type": "application/json"}, as_json(body))
 
 

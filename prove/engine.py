@@ -37,7 +37,7 @@ class Violation(BaseException):
         self.law, self.words, self.deal = law, words, deal
 
 
-class Connection(sqlite3.Connection):
+class Connection(database.Connection):
     """A connection of the service whose statements are points of the simulation."""
 
     sim = None
@@ -188,7 +188,7 @@ class Scheduler:
 
     # -- The baton, from a worker's side ----------------------------------------------------------------------
 
-    def connect(self, factory=sqlite3.Connection):
+    def connect(self, factory=database.Connection):
         """Open the database on its real file, without the waiting for a disk: a simulated crash loses no page."""
         db = sqlite3.connect(self.path, timeout=1.0, isolation_level=None, check_same_thread=False, factory=factory)
         db.row_factory = sqlite3.Row
