@@ -68,7 +68,7 @@ def test_the_envelope_is_on_every_view(reader, history, path):
 @pytest.mark.parametrize("path", ["/v1/feed/facilitators/nobody", "/v1/feed/summary?x=1", f"{EVENTS}?limit=0"])
 def test_the_envelope_is_on_refusals_too(reader, path):
     found = reader.get(path).json
-    assert list(found) == ["error", "message", "data_mode", "fabricated", "as_of", "disclaimer"]
+    assert list(found) == ["error", "message", "docs", "data_mode", "fabricated", "as_of", "disclaimer"]
 
 
 def test_an_empty_feed_has_its_shapes(reader):
