@@ -18,6 +18,7 @@ import certifi
 
 CONNECT_SECONDS = 5.0
 CAP = 1 << 20  # bytes of an answer that are read at most
+IDLE = 10  # connections that one thread keeps for its next questions
 DEEPEST = 100
 _STRUCTURE = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
@@ -67,6 +68,8 @@ def _post(url, data, headers):
         raise
     if not response.will_close:
         _here.open[parts.origin] = connection
+        if len(_here.open) > IDLE:
+            _here.open.pop(next(iter(_here.open))).close()
     return answer
 
 
