@@ -128,10 +128,9 @@ def _report(total, figures, cells, seconds, wanted):
 
 def _coverage(cells):
     """Print which moves were made on deals that each fault had struck before."""
-    cells = cells | IMPOSSIBLE
-    missing = {move: [fault for fault in FAULTS if (move, fault) not in cells] for move in LAW}
-    whole = len(LAW) * len(FAULTS)
-    print(f"\ncoverage of moves x faults: {whole - sum(map(len, missing.values()))} of {whole}, of which {len(IMPOSSIBLE)} cannot be")
+    missing = {move: [fault for fault in FAULTS if (move, fault) not in cells | IMPOSSIBLE] for move in LAW}
+    whole = len(LAW) * len(FAULTS) - len(IMPOSSIBLE)
+    print(f"\ncoverage of moves x faults: {whole - sum(map(len, missing.values()))} of {whole}")
     for move, faults in missing.items():
         if faults:
             print(f"  {move} has not yet followed: {', '.join(faults)}")

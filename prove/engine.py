@@ -55,7 +55,7 @@ class Connection(database.Connection):
         return super().execute(sql, parameters)
 
 
-class Counters(sqlite3.Connection):
+class Counters(database.Connection):
     """A connection to the counters; a dead process writes no more there either."""
 
     dead = False

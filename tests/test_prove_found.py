@@ -1,6 +1,5 @@
 """What the simulator found, as tests of their own."""
 
-import chain
 import json
 
 import pytest
