@@ -76,6 +76,7 @@ def create(db, world, call):
             return quote(world, unpaid(offer, call, deal))
         if call.refusal:
             raise call.refusal
+        offer = _earlier_offer(db, payment, offer)
         if call.terms is None:
             raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
@@ -143,6 +144,19 @@ def quote(world, offer, *, headers=None):
     """Return the 402 for an offer."""
     found, body = protocols.quote(world.terminal, offer, now=world.now())
     return Answer(402, {**found, **(headers or {})}, body)
+
+
+def _earlier_offer(db, payment, offer):
+    """Return the offer that this payment was signed for, if it began a deal of these terms under an earlier master key.
+
+    Without this, a retry after the operator changed wallets would be told to pay again.
+    """
+    own = find_payment(db, payment.authorization)
+    deal = deals.find(db, own["deal_id"]) if own and own["deal_id"] != offer.deal_id else None
+    if deal is None or deal["terms"] != offer.terms:
+        return offer
+    found = {"deal_id": deal["id"], "pay_to": deal["deposit_address"], "price_units": deal["price_units"]}
+    return dataclasses.replace(offer, **found)
 
 
 def _open(deal):

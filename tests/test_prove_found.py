@@ -1,9 +1,11 @@
 """What the simulator found, as tests of their own."""
 
+import dataclasses
 import json
 
 import pytest
 
+import app as application
 import chain
 import deals
 import operations
@@ -129,3 +131,14 @@ def test_a_payment_claimed_while_the_clock_was_a_day_ahead_is_found():
     claimed = 1_790_000_000 - 3_600 + 86_400
     paid = chain.Authorization("0x" + "22" * 20, "0x" + "33" * 20, 1, 0, claimed + 300, "0x" + "44" * 32)
     assert OldPayout(landed=698_200).transaction_of(paid, since=claimed - 1_800) == "0x" + "ab" * 32
+
+
+def test_a_payment_made_under_an_earlier_master_key_is_still_answered(db, world, client, buyer, seller):
+    body = buyer.request(seller)
+    payment = buyer.x402(buyer.quote(body))
+    first = client.post("/x402/deal", json=body, headers=payment)
+    another = bytes.fromhex("0279be667ef9dcbbac55a06295ce870b07029bfcdb2dce28d959f2815b16f81798")
+    terminal = dataclasses.replace(world.terminal, master_key=another)
+    later = application.create_app(world=dataclasses.replace(world, terminal=terminal)).test_client()
+    again = later.post("/x402/deal", json=body, headers=payment)
+    assert (again.status_code, again.data) == (200, first.data)
