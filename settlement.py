@@ -172,9 +172,15 @@ def answer_headers(world, payment, *, protocol, now):
 
 
 def _lapse(db, world, payment, reason):
-    """Commit that this attempt is over. Should its money land after all, the sweep finds and returns it."""
+    """Commit that this attempt is over. Should its money land after all, the sweep finds and returns it.
+
+    A worker that has slept through its lease decides nothing: another one may have sent the authorization since.
+    """
     now = world.now()
     with database.transaction(db):
+        row = db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
+        if row["lease_until"] != payment["lease_until"]:
+            return row
         look_at = max(now, payment["valid_before"]) + MARGIN
         moved = deals.move(
             db, payment["deal_id"], "lapse", now=now, actor="clock", treasury=world.treasury, look_at=look_at
@@ -193,8 +199,8 @@ def _unknown(db, world, payment, *, hint, reason):
     with database.transaction(db):
         db.execute(
             "UPDATE payments SET status = 'unknown', lease_until = 0, claimed_hash = coalesce(:hint, claimed_hash),"
-            " reason = :reason WHERE id = :id AND status IN ('claimed', 'unknown')",
-            {"id": payment["id"], "hint": hint, "reason": reason},
+            " reason = :reason WHERE id = :id AND lease_until = :lease",
+            {"id": payment["id"], "hint": hint, "reason": reason, "lease": payment["lease_until"]},
         )
         db.execute(
             "UPDATE deals SET look_at = :at WHERE id = :id AND state = 'pending'",

@@ -57,7 +57,7 @@ ALL = (
     Mutant("a deal that has not lapsed is opened again", "deals.py", "WHERE state = 'lapsed' AND (buyer_address", "WHERE (buyer_address", "double_sign"),
     Mutant("another payer takes over a living attempt", "deals.py", "AND (buyer_address = :buyer OR attempt = :takes_over)", "AND :takes_over IS :takes_over", "rival,false_refusal,slow_block,no_sweep"),
     Mutant("another payer need not wait", "payments.py", "    if payment.authorization.payer == deal[\"buyer_address\"]:\n        return True\n    row", "    return True\n    row", "rival,false_refusal,slow_block"),
-    Mutant("what was settled can become unknown", "settlement.py", "reason = :reason WHERE id = :id AND status IN ('claimed', 'unknown')", "reason = :reason WHERE id = :id", "stall,silent,two_sweeps,rpc_fails,lost_answer,hoarded,slow_block", heat=4.0),
+    Mutant("what was settled can become unknown", "settlement.py", "reason = :reason WHERE id = :id AND lease_until = :lease", "reason = :reason WHERE id = :id", "stall,silent,two_sweeps,rpc_fails,lost_answer,hoarded,slow_block", heat=4.0),
     Mutant("two looks owe one surplus twice", "transfers.py", "AND look_at IS :seen AND state = :state", "AND :seen IS :seen AND :state = :state", "two_sweeps,stray_money,hoarded,false_refusal,rpc_lags",
            also=("transfers.py", '        if _open_legs(db, deal["id"]) or not _look_again', "        if not _look_again")),
     Mutant("offers after the end", "actions.py", "WHERE id = :id AND state IN ('accepted', 'delivered', 'disputed') RETURNING *", "WHERE id = :id RETURNING *", "lost_answer"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 
@@ -10,6 +11,7 @@ import chain
 import deals
 import operations
 import sandbox
+import settlement
 import transfers
 from deals import Refusal
 from facilitators import Outcome
@@ -142,3 +144,19 @@ def test_a_payment_made_under_an_earlier_master_key_is_still_answered(db, world,
     later = application.create_app(world=dataclasses.replace(world, terminal=terminal)).test_client()
     again = later.post("/x402/deal", json=body, headers=payment)
     assert (again.status_code, again.data) == (200, first.data)
+
+
+def test_a_worker_that_slept_through_its_lease_never_ends_what_another_has_sent(db, world, client, clock, buyer, seller):
+    body = buyer.request(seller)
+    payment = buyer.x402(buyer.quote(body))
+    silent = types.SimpleNamespace(url="silent", verify=world.facilitators[0].verify, settle=lambda *_, **__: Outcome("unknown"))
+    slow = application.create_app(world=dataclasses.replace(world, facilitators=(silent,))).test_client()
+    assert slow.post("/x402/deal", json=body, headers=payment).status_code == 202
+    db.execute("UPDATE payments SET status = 'claimed', lease_until = :until", {"until": world.now() + 45})
+    stale = db.execute("SELECT * FROM payments").fetchone()
+    clock.sleep(50)
+    assert settlement.take_lease(db, world, stale["id"], now=world.now())
+    unreachable = dataclasses.replace(world, facilitators=())
+    assert settlement.settle(db, unreachable, stale, send=True)["status"] == "unknown"
+    assert deals.find(db, stale["deal_id"])["state"] == "pending"
+    assert db.execute("SELECT lease_until FROM payments").fetchone()["lease_until"] == world.now() + 45
