@@ -1,7 +1,6 @@
 """The HTTP surface: requests in, answers out. Everything it says is decided in the modules below it."""
 
 import functools
-import json
 import logging
 import sqlite3
 

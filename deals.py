@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import functools
-import json
 import re
 import time
 

@@ -4,17 +4,16 @@ import functools
 import json
 import sqlite3
 
-import coincurve
 from flask import Response, request
 from werkzeug.datastructures import MIMEAccept
 from werkzeug.http import parse_accept_header
 
 import ask
-import chain
 import deprecations
 import discovery
 import documents
 import feedback
+import keys
 import limits
 import operations
 import spec
@@ -50,7 +49,7 @@ class Surface:
 
     @functools.cached_property
     def frame(self):
-        signer = chain.address_of(coincurve.PublicKey.from_secret(self.world.receipt_key).format())
+        signer = keys.receipt_address(self.world.receipt_key)
         facts = documents.figures(
             self.world.settings, master_key=self.world.terminal.master_key, treasury=self.world.treasury,
             receipt_signer=signer, tools=[{"name": tool["name"], "summary": tool["title"]} for tool in self.tools],
