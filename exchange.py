@@ -3,11 +3,10 @@
 import base64
 import dataclasses
 import functools
-import http.client
-import io
 import json
 import re
 import select
+import socket
 import ssl
 import threading
 import time
@@ -15,9 +14,11 @@ import urllib.parse
 import zlib
 
 import certifi
+import httptools
 
 CONNECT_SECONDS = 5.0
 CAP = 1 << 20  # bytes of an answer that are read at most
+HEADERS = 1 << 16  # and of its headers
 IDLE = 10  # connections that one thread keeps for its next questions
 DEEPEST = 100
 _STRUCTURE = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
@@ -34,115 +35,161 @@ class NoAnswer(Exception):
 _here = threading.local()
 
 
-def post_json(url, body, *, seconds, headers=None, again=False):
+def post_json(url, body, *, seconds, authorization="", again=False):
     """POST ``body`` as JSON and return (status, parsed JSON or None) within ``seconds`` in all.
 
     Redirects are not followed, proxies of the environment are ignored, certificates are checked, and no
     more than 1 MiB is read. ``again``: a pure question, so a connection that the other side had closed in the
     meantime is worth one more try. Raises Unreachable or NoAnswer.
     """
+    route = _route(url, authorization)
     data = json.dumps(body, separators=(",", ":")).encode()
-    _here.deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
-        return _post(url, data, headers or {})
+        return _post(route, data, deadline)
     except NoAnswer as error:
-        cut = isinstance(error.__cause__, (ConnectionError, http.client.BadStatusLine))
-        if not again or not cut or _left() < seconds / 2:
+        if not again or not isinstance(error.__cause__, ConnectionError) or _left(deadline) < seconds / 2:
             raise
-        return _post(url, data, headers or {})
+        return _post(route, data, deadline)
 
 
-def _post(url, data, headers):
-    parts = _split(url)
-    connection = _connected(parts)
+def _post(route, data, deadline):
+    sock = _connected(route, deadline)
     try:
-        connection.sock.settimeout(_left())
-        connection.request("POST", parts.target, data, {**parts.headers, **headers})
-        response = connection.getresponse()
-        answer = response.status, _json(_read(response))
-    except (OSError, ValueError, http.client.HTTPException, zlib.error) as error:
-        connection.close()
+        sock.settimeout(_left(deadline))
+        sock.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (route.head, len(data), data))
+        answer = _Answer()
+        while not answer.whole:
+            sock.settimeout(_left(deadline))
+            answer.take(sock.recv(65536))
+        found = answer.parser.get_status_code(), _json(answer.unpacked())
+    except (OSError, ValueError, httptools.HttpParserError, zlib.error) as error:
+        sock.close()
         raise NoAnswer(str(error) or type(error).__name__) from error
     except BaseException:
-        connection.close()
+        sock.close()
         raise
-    if not response.will_close:
-        _here.open[parts.origin] = connection
-        if len(_here.open) > IDLE:
-            _here.open.pop(next(iter(_here.open))).close()
-    return answer
+    if not answer.reusable:
+        sock.close()
+        return found
+    _here.open[route.origin] = sock
+    if len(_here.open) > IDLE:
+        _here.open.pop(next(iter(_here.open))).close()
+    return found
 
 
-def _left():
-    """Return the seconds until the deadline of this thread's exchange; a moment when it has passed."""
-    return max(0.001, _here.deadline - time.monotonic())
+def _left(deadline):
+    """Return the seconds until the deadline; a moment when it has passed."""
+    return max(0.001, deadline - time.monotonic())
 
 
-def _connected(parts):
+def _connected(route, deadline):
     """Take this thread's idle connection to a server, or make one. Raises Unreachable: nothing has been sent yet."""
     if not hasattr(_here, "open"):
         _here.open = {}
-    connection = _here.open.pop(parts.origin, None)
-    if connection is not None:
+    sock = _here.open.pop(route.origin, None)
+    if sock is not None:
         idle = select.poll()
-        idle.register(connection.sock.fileno(), select.POLLIN)
+        idle.register(sock.fileno(), select.POLLIN)
         if not idle.poll(0):
-            return connection
-        connection.close()  # the other side has closed it, or talks out of turn
-    kind = _HTTPS if parts.origin[0] == "https" else _HTTP
+            return sock
+        sock.close()  # the other side has closed it, or talks out of turn
+    scheme, host, port = route.origin
     try:
-        connection = kind(*parts.origin[1:], timeout=min(CONNECT_SECONDS, _left()))
-        connection.connect()
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        sock = socket.create_connection((host, port), timeout=min(CONNECT_SECONDS, _left(deadline)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return _tls().wrap_socket(sock, server_hostname=host) if scheme == "https" else sock
+    except (OSError, ValueError) as error:
         raise Unreachable(str(error)) from error
-    return connection
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
-    """What of a URL goes where: ``origin`` is (scheme, host, port)."""
+class _Route:
+    """What of a URL goes where: ``origin`` is (scheme, host, port), ``head`` what every request begins with."""
 
     origin: tuple
-    target: str
-    headers: dict
+    head: bytes
 
 
 @functools.lru_cache(maxsize=64)
-def _split(url):
+def _route(url, authorization):
     try:
         found = urllib.parse.urlsplit(url)
-        origin = found.scheme, found.hostname, found.port
+        origin = found.scheme, found.hostname, found.port or {"http": 80, "https": 443}.get(found.scheme)
+        host = found.netloc.rpartition("@")[2].encode("idna").decode()
     except ValueError as error:
         raise Unreachable(str(error)) from error
-    if found.scheme not in ("http", "https") or not found.hostname:
+    if not origin[1] or not origin[2]:
         raise Unreachable(f"{url} is not an address of the web")
-    headers = {
-        "Content-Type": "application/json",
-        "Accept": "*/*",
-        "Accept-Encoding": "identity",
-        "User-Agent": "deal-holding-service/1.1",
-    }
     if found.username:
         login = f"{urllib.parse.unquote(found.username)}:{urllib.parse.unquote(found.password or '')}"
-        headers["Authorization"] = "Basic " + base64.b64encode(login.encode()).decode()
+        authorization = authorization or "Basic " + base64.b64encode(login.encode()).decode()
+    if not authorization.isprintable():
+        raise Unreachable("the facilitator's token has characters that no header can have")
     target = (found.path or "/") + (f"?{found.query}" if found.query else "")
-    return _Parts(origin, urllib.parse.quote(target, safe="/?=&%:;,+@!$'()*~-._"), headers)
+    lines = [
+        f"POST {urllib.parse.quote(target, safe='/?=&%:;,+@!$()*~-._' + chr(39))} HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        "Accept: */*",
+        "Accept-Encoding: identity",
+        "User-Agent: deal-holding-service/1.1",
+        *([f"Authorization: {authorization}"] if authorization else []),
+    ]
+    return _Route(origin, "".join(f"{line}\r\n" for line in lines).encode())
 
 
-def _read(response):
-    """Read a body to its end, unpacked if it comes packed although we did not ask for that."""
-    body = response.read(CAP + 1)
-    if response.length:
-        raise http.client.IncompleteRead(body, response.length) if len(body) <= CAP else _too_large()
-    if response.getheader("Content-Encoding", "identity").lower() in ("gzip", "deflate"):
-        body = zlib.decompressobj(wbits=47).decompress(body, CAP + 1)
-    if len(body) > CAP:
-        raise _too_large()
-    return body
+@functools.cache
+def _tls():
+    return ssl.create_default_context(cafile=certifi.where())
 
 
-def _too_large():
-    return NoAnswer(f"the answer is larger than {CAP} bytes")
+class _Answer:
+    """An HTTP answer as it comes in; httptools' parser calls the ``on_`` methods."""
+
+    def __init__(self):
+        self.parser = httptools.HttpResponseParser(self)
+        self.body, self.encoding, self.received = bytearray(), b"", 0
+        self.begun = self.framed = self.whole = self.reusable = False
+
+    def take(self, data):
+        """Add what was received; nothing means that the other side has closed."""
+        self.received += len(data)
+        if self.received > CAP + HEADERS:
+            raise ValueError(f"the answer is larger than {CAP} bytes")
+        if data:
+            self.parser.feed_data(data)
+        elif not self.received:
+            raise ConnectionResetError("the connection was closed without an answer")
+        elif self.framed or not self.begun:
+            raise ValueError("the answer was cut short")
+        else:  # its end is the connection's
+            self.whole = True
+
+    def on_header(self, name, value):
+        name = name.lower()
+        self.framed = self.framed or name in (b"content-length", b"transfer-encoding")
+        if name == b"content-encoding":
+            self.encoding = value.lower()
+
+    def on_headers_complete(self):
+        self.begun = True
+
+    def on_body(self, data):
+        self.body += data
+
+    def on_message_complete(self):
+        self.whole = self.parser.get_status_code() >= 200
+        self.reusable = self.whole and self.parser.should_keep_alive()
+
+    def unpacked(self):
+        """Return the body, unpacked if it comes packed although we did not ask for that."""
+        body = bytes(self.body)
+        if self.encoding in (b"gzip", b"deflate"):
+            body = zlib.decompressobj(wbits=47).decompress(body, CAP + 1)
+        if len(body) > CAP:
+            raise ValueError(f"the answer is larger than {CAP} bytes")
+        return body
 
 
 def _json(body):
@@ -175,56 +222,3 @@ def too_deep(text):
         elif not inside and mark in "]}":
             depth -= 1
     return False
-
-
-class _DeadlineSocket:
-    """A socket that reads with the time that is left instead of a fresh time-out per read."""
-
-    def __init__(self, sock):
-        self._sock = sock
-
-    def __getattr__(self, name):
-        return getattr(self._sock, name)
-
-    def makefile(self, mode, *args, **kwargs):
-        return io.BufferedReader(_DeadlineReader(self._sock))
-
-
-class _DeadlineReader(io.RawIOBase):
-    def __init__(self, sock):
-        self._sock = sock
-        self._file = sock.makefile("rb", buffering=0)  # keeps the descriptor open as http.client expects
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        left = _here.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the deadline of the exchange has passed")
-        self._sock.settimeout(left)
-        return self._file.readinto(buffer)
-
-    def close(self):
-        self._file.close()
-        super().close()
-
-
-class _HTTP(http.client.HTTPConnection):
-    def connect(self):
-        super().connect()
-        self.sock = _DeadlineSocket(self.sock)
-
-
-class _HTTPS(http.client.HTTPSConnection):
-    def __init__(self, *args, **options):
-        super().__init__(*args, context=_tls(), **options)
-
-    def connect(self):
-        super().connect()
-        self.sock = _DeadlineSocket(self.sock)
-
-
-@functools.cache
-def _tls():
-    return ssl.create_default_context(cafile=certifi.where())

@@ -36,7 +36,7 @@ class Facilitator:
 
     def __init__(self, url, *, token=""):
         self.url = url
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._authorization = f"Bearer {token}" if token else ""
 
     def verify(self, payload, requirements, *, seconds):
         """Ask whether ``payload`` would settle; nothing moves."""
@@ -61,7 +61,7 @@ class Facilitator:
     def _post(self, verb, payload, requirements, seconds, *, again=False):
         body = {"x402Version": 2, "paymentPayload": payload, "paymentRequirements": requirements}
         url = f"{self.url}/{verb}"
-        return exchange.post_json(url, body, seconds=seconds, headers=self._headers, again=again)
+        return exchange.post_json(url, body, seconds=seconds, authorization=self._authorization, again=again)
 
 
 def read_outcome(status, answer):
