@@ -8,6 +8,7 @@ from flask import Response, request
 
 import chain
 import db as database
+import payments
 from deals import Refusal
 
 
@@ -19,11 +20,11 @@ def connection(world):
     return database.here(world.settings.database)
 
 
-def base_url(world):
+def base_url(world, environ=None):
     """Return the service's public address: configured, or in the sandbox the one the client called."""
     if world.settings.base_url:
         return world.settings.base_url
-    environ = request.environ
+    environ = environ or request.environ
     called = _called(environ["wsgi.url_scheme"], environ.get("HTTP_HOST") or environ["SERVER_NAME"])
     if called is None:
         raise Refusal("invalid_request", "The Host header is not a host name.")
@@ -52,7 +53,7 @@ class Ready(Response):
 
 def respond(value, status=200, headers=None):
     """Return a JSON response from a value or from ready bytes."""
-    body = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
+    body = value if isinstance(value, bytes) else chain.compact(value).encode()
     return Ready(body, status, headers, content_type="application/json")
 
 
@@ -74,6 +75,31 @@ def body_bytes():
     if len(data) > BODY_CAP:
         raise too_large()
     return data
+
+
+def paid_call(world, environ, body):
+    """Take from a request to the paid endpoint what it needs, and nothing of Flask."""
+    terms, refusal = None, None
+    if environ["REQUEST_METHOD"] == "POST":
+        terms, refusal = payments.read_body(world, body, environ.get("CONTENT_TYPE", ""))
+    key = environ.get("HTTP_IDEMPOTENCY_KEY")
+    if key is not None and not 0 < len(key) <= 128:
+        terms, refusal = None, Refusal("invalid_request", "Idempotency-Key must have 1 to 128 characters.")
+    return payments.Call(
+        url=base_url(world, environ) + environ["PATH_INFO"],
+        body=body,
+        terms=terms,
+        refusal=refusal,
+        signatures=_values(environ, "HTTP_PAYMENT_SIGNATURE"),
+        authorizations=_values(environ, "HTTP_AUTHORIZATION"),
+        idempotency_key=key,
+        client=environ.get("REMOTE_ADDR", ""),
+    )
+
+
+def _values(environ, name):
+    """Return all values of a header; WSGI servers join those of equal names into one."""
+    return (environ[name],) if name in environ else ()
 
 
 def json_body():

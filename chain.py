@@ -37,6 +37,7 @@ def sha256(data):
 # -- JSON ---------------------------------------------------------------------------------------------------
 
 
+compact = json.JSONEncoder(separators=(",", ":")).encode  # to text; a call of json.dumps makes an encoder each time
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 
 
@@ -89,12 +90,19 @@ def _small_int(digits):
 # -- Addresses and keys -------------------------------------------------------------------------------------
 
 
+_CASE = str.maketrans("0123456789abcdef", "\x00" * 8 + " " * 8)  # to bit 32 where EIP-55 wants upper case
+_BITS_64 = int.from_bytes(b"@" * 40, "big")
+
+
 @functools.lru_cache(maxsize=4096)
 def checksum(address):
     """Return the EIP-55 mixed-case form of a lower-case address."""
-    digits = address[2:]
-    shadow = keccak(digits.encode()).hex()
-    return "0x" + "".join(c.upper() if s > "7" else c for c, s in zip(digits, shadow))
+    digits = address[2:].encode()
+    shadow = keccak(digits)[:20].hex().translate(_CASE).encode()
+    # All forty digits at once: a letter is upper-case without bit 32, and the digits 0 to 9 have no bit 64.
+    letters = int.from_bytes(digits, "big") & _BITS_64
+    upper = int.from_bytes(shadow, "big") & (letters >> 1)
+    return "0x" + (int.from_bytes(digits, "big") ^ upper).to_bytes(40, "big").decode()
 
 
 def is_address(text):
@@ -124,7 +132,8 @@ def tweak(master_key, terms):
 @functools.lru_cache(maxsize=1024)  # one paid call asks for it several times
 def deposit_address(master_key, terms):
     """Return the address that holds the money of the deal with these canonical ``terms``."""
-    return address_of(_point(master_key).add(tweak(master_key, terms)).format(compressed=False))
+    shift = coincurve.PublicKey.from_secret(tweak(master_key, terms))
+    return address_of(coincurve.PublicKey.combine_keys([_point(master_key), shift]).format(compressed=False))
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sqlite3
 
 from flask import Response, request
 from werkzeug.datastructures import MIMEAccept
@@ -20,6 +19,8 @@ import spec
 import tools
 from answers import Headers, add_headers, base_url, body_bytes, client, connection, json_body, respond
 from deals import Refusal
+from express import Express
+from db import sqlite3
 
 # What may run in a page of ours: nothing; its one style sheet stands in it.
 PAGE_POLICY = "default-src 'none'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; style-src "
@@ -210,7 +211,7 @@ def register(app, world, *, warm=False):
     ]
     if world.settings.base_url.startswith("https:"):
         headers.append(("Strict-Transport-Security", "max-age=31536000"))
-    app.wsgi_app = Headers(shelf, headers, DATA_POLICY)
+    app.wsgi_app = Headers(Express(shelf, world), headers, DATA_POLICY)
 
 
 def _add_documents(app, world, surface, shelf):

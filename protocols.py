@@ -70,10 +70,10 @@ class Terminal:
 
     @functools.cached_property
     def fixed_extensions(self):
-        """The members of a quote's ``extensions`` that are the same in every quote, as JSON text."""
+        """How every quote ends: the schema of its deal, and the extensions that are always the same, as JSON text."""
         identifier = {"info": {"required": False}, "schema": IDENTIFIER_SCHEMA}
-        found = {"payment-identifier": identifier, **self.extensions}
-        return json.dumps(found, separators=(",", ":"))[1:-1]
+        others = chain.compact({"payment-identifier": identifier, **self.extensions})
+        return f',"schema":{chain.compact(DEAL_SCHEMA)}}},{others[1:]}}}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +118,10 @@ def quote(terminal, offer, *, now):
         "error": offer.error,
         "resource": {"url": offer.url, "description": terminal.description, "mimeType": "application/json"},
         "accepts": [requirements(terminal, offer.pay_to, offer.price_units)],
-        "extensions": {"deal": {"info": deal, "schema": DEAL_SCHEMA}},
+        "extensions": {"deal": {"info": deal}},
     }
-    # The other extensions are long and never change: their text goes in before the last two braces.
-    body = (json.dumps(required, separators=(",", ":"))[:-2] + "," + terminal.fixed_extensions + "}}").encode()
+    # The rest of the extensions is long and never changes: its text goes in before the last three braces.
+    body = (chain.compact(required)[:-3] + terminal.fixed_extensions).encode()
     headers = {
         "PAYMENT-REQUIRED": base64.b64encode(body).decode(),
         "WWW-Authenticate": challenge(terminal, offer, now=now),
@@ -141,33 +141,24 @@ def challenge(terminal, offer, *, now):
         "request": _request(terminal, offer),
         "expires": timestamp(now + QUOTE_SECONDS),
         "digest": _digest(offer.body) if offer.body else "",
-        "opaque": _b64url(chain.canonical({"deal": offer.deal_id})) if offer.deal_id else "",
+        "opaque": _b64url(f'{{"deal":"{offer.deal_id}"}}'.encode()) if offer.deal_id else "",
     }
     fields = {"id": _challenge_id(terminal.secrets[0], fields), **fields}
     return "Payment " + ", ".join(f'{name}="{value}"' for name, value in fields.items() if value)
 
 
 def _request(terminal, offer):
-    """Return the MPP charge request, base64url of canonical JSON."""
+    """Return the MPP charge request, base64url of canonical JSON: members in the order of their names, no spaces."""
+    token = terminal.token
     return _b64url(
-        chain.canonical(
-            {
-                "amount": str(offer.price_units),
-                "currency": chain.checksum(terminal.token.address),
-                "recipient": chain.checksum(offer.pay_to),
-                "methodDetails": {
-                    "chainId": terminal.token.chain_id,
-                    "credentialTypes": ["authorization"],
-                    "decimals": 6,
-                },
-            }
-        )
+        f'{{"amount":"{offer.price_units}","currency":"{chain.checksum(token.address)}","methodDetails":{{"chainId":'
+        f'{token.chain_id},"credentialTypes":["authorization"],"decimals":6}},"recipient":"{chain.checksum(offer.pay_to)}"}}'.encode()
     )
 
 
 def _challenge_id(secret, fields):
     slots = ("realm", "method", "intent", "request", "expires", "digest", "opaque")
-    message = "|".join(fields.get(slot) or "" for slot in slots)
+    message = "|".join([fields.get(slot) or "" for slot in slots])
     return _b64url(hmac.digest(secret, message.encode(), "sha256"))
 
 
@@ -181,7 +172,7 @@ def _digest(body):
 
 
 def _b64url(data):
-    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+    return binascii.b2a_base64(data, newline=False).rstrip(b"=").replace(b"+", b"-").replace(b"/", b"_").decode()
 
 
 # -- Payments -----------------------------------------------------------------------------------------------
@@ -395,7 +386,7 @@ def success_headers(terminal, protocol, *, transaction, payer, challenge_id, set
             "payer": chain.checksum(payer),
             "extensions": {"offer-receipt": {"info": {"receipt": receipt}}},
         }
-        return {"PAYMENT-RESPONSE": base64.b64encode(json.dumps(settled, separators=(",", ":")).encode()).decode()}
+        return {"PAYMENT-RESPONSE": base64.b64encode(chain.compact(settled).encode()).decode()}
     receipt = {
         "status": "success",
         "method": "evm",
@@ -416,4 +407,4 @@ def failure_headers(terminal, *, payer, reason):
         "network": f"eip155:{terminal.token.chain_id}",
         "payer": chain.checksum(payer),
     }
-    return {"PAYMENT-RESPONSE": base64.b64encode(json.dumps(failed, separators=(",", ":")).encode()).decode()}
+    return {"PAYMENT-RESPONSE": base64.b64encode(chain.compact(failed).encode()).decode()}
