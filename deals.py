@@ -76,7 +76,7 @@ class Terms:
     @functools.cached_property
     def canonical(self):
         """The RFC 8785 bytes that the deposit address commits to."""
-        return chain.canonical({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return chain.canonical({name: getattr(self, name) for name in self.__dataclass_fields__})
 
     def deal_id(self, master_key):
         """Return the id of the deal with these terms under the master key (33 bytes)."""
@@ -299,6 +299,14 @@ def find(db, deal_id):
     return db.execute("SELECT * FROM deals WHERE id = :id", {"id": deal_id}).fetchone()
 
 
+def standing(db, deal_id):
+    """Return of the deal's row what a payment for it depends on, or None: a row of forty columns takes twice as long."""
+    return db.execute(
+        "SELECT id, state, attempt, terms, buyer_address, deposit_address, price_units FROM deals WHERE id = :id",
+        {"id": deal_id},
+    ).fetchone()
+
+
 def glance(db, deal_id):
     """Return of the deal's row what a reader's cached record depends on. Refuses with not_found."""
     return get(db, deal_id, "SELECT id, version, state, due_at FROM deals WHERE id = :id")
@@ -499,6 +507,7 @@ def _authorization(row, deal, frame):
     }
 
 
+@functools.lru_cache(maxsize=256)
 def timestamp(seconds):
     """Write Unix seconds as RFC 3339 in UTC; None stays None."""
     return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

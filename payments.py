@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import sqlite3
 
 import chain
 import db as database
@@ -14,6 +13,7 @@ import settlement
 import spec
 from deals import Refusal
 from facilitators import MENDABLE
+from db import sqlite3
 
 NONCE_TAKEN = "The authorization's nonce belongs to the payment of another deal; sign with a fresh nonce."
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def create(db, world, call):
     """Answer one call of the paid endpoint. Returns an :class:`Answer`; raises :class:`Refusal`."""
     deal = None
     if call.terms is not None:
-        deal = deals.find(db, call.terms.deal_id(world.terminal.master_key))
+        deal = deals.standing(db, call.terms.deal_id(world.terminal.master_key))
     offer = offer_for(world, call, deal)
     try:
         payment = protocols.read(call.signatures, call.authorizations)
@@ -76,12 +76,13 @@ def create(db, world, call):
             return quote(world, unpaid(offer, call, deal))
         if call.refusal:
             raise call.refusal
-        offer = _earlier_offer(db, payment, offer)
+        own = find_payment(db, payment.authorization)
+        offer, deal = _earlier(db, own, offer, deal)
         if call.terms is None:
             raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
         payment = _check_signature(world, call.terms, payment)
-        return _pay(db, world, call, offer, payment)
+        return _pay(db, world, call, offer, payment, deal, own)
     except protocols.Mismatch as mismatch:
         if call.refusal:
             raise call.refusal from None
@@ -146,17 +147,16 @@ def quote(world, offer, *, headers=None):
     return Answer(402, {**found, **(headers or {})}, body)
 
 
-def _earlier_offer(db, payment, offer):
-    """Return the offer that this payment was signed for, if it began a deal of these terms under an earlier master key.
+def _earlier(db, own, offer, deal):
+    """Return the offer that a stored payment was signed for, and its deal, if that began under an earlier master key.
 
     Without this, a retry after the operator changed wallets would be told to pay again.
     """
-    own = find_payment(db, payment.authorization)
-    deal = deals.find(db, own["deal_id"]) if own and own["deal_id"] != offer.deal_id else None
-    if deal is None or deal["terms"] != offer.terms:
-        return offer
-    found = {"deal_id": deal["id"], "pay_to": deal["deposit_address"], "price_units": deal["price_units"]}
-    return dataclasses.replace(offer, **found)
+    first = deals.standing(db, own["deal_id"]) if own and own["deal_id"] != offer.deal_id else None
+    if first is None or first["terms"] != offer.terms:
+        return offer, deal
+    found = {"deal_id": first["id"], "pay_to": first["deposit_address"], "price_units": first["price_units"]}
+    return dataclasses.replace(offer, **found), first
 
 
 def _open(deal):
@@ -189,11 +189,14 @@ def _check_signature(world, terms, payment):
 # -- Paying -------------------------------------------------------------------------------------------------
 
 
-def _pay(db, world, call, offer, payment):
-    """Answer a call with a payment that fits the terms: from what is stored, or by settling it."""
+def _pay(db, world, call, offer, payment, deal, own):
+    """Answer a call with a payment that fits the terms: from what is stored, or by settling it.
+
+    ``deal`` and ``own``: the rows of this deal and of this very payment as they were just now, or None. What has
+    changed since is found out where it counts, in the one statement that takes a lease or makes a claim.
+    """
     settings, now = world.settings, world.now()
-    before = deals.find(db, offer.deal_id)  # an attempt that another payer makes after this look is not ours to end
-    answer = _known(db, world, offer, payment, call, now=now)
+    answer = _known(db, world, offer, payment, call, deal, own, now=now)
     if answer:
         return answer
     check_switches(db)
@@ -203,17 +206,16 @@ def _pay(db, world, call, offer, payment):
     ):  # fmt: skip
         protocols.match_moment(world.terminal, offer, payment, now=now)
         landed = _verify(world, offer, payment, now=now)
-        claimed = _claim(db, world, offer, payment, call, before, now=world.now())
+        claimed = _claim(db, world, offer, payment, call, deal, now=world.now())
         if claimed is None:  # another request was faster: its claim decides
-            return _known(db, world, offer, payment, call, now=world.now()) or _in_progress()
+            deal, own = deals.standing(db, offer.deal_id), find_payment(db, payment.authorization)
+            return _known(db, world, offer, payment, call, deal, own, now=world.now()) or _in_progress()
         return _settled(db, world, offer, claimed, send=not landed)
 
 
-def _known(db, world, offer, payment, call, *, now):
+def _known(db, world, offer, payment, call, deal, own, *, now):
     """Answer from what earlier calls stored; None when this payment is to be settled (decisions 2 and 7)."""
     _check_keys(db, offer, payment, call)
-    deal = deals.find(db, offer.deal_id)
-    own = find_payment(db, payment.authorization)
     if own and own["deal_id"] != offer.deal_id:
         raise protocols.Mismatch(NONCE_TAKEN)
     if deal is None:
@@ -237,7 +239,7 @@ def _known(db, world, offer, payment, call, *, now):
 def _settled(db, world, offer, claimed, *, send):
     """Settle a claimed payment and answer. From here on a failure of ours means "unknown", never "not charged"."""
     try:
-        payment = settlement.settle(db, world, claimed, send=send)
+        payment = settlement.settle(db, world, claimed, offer.pay_to, send=send)
     except Exception:  # a full disk, a bug: the money may have moved, so the claim stays for the sweep to resolve
         log.exception("settling the payment of %s stopped half-way; it stays pending", offer.deal_id)
         return pending_answer(offer.deal_id)

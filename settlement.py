@@ -43,13 +43,13 @@ def envelope(world, authorization, signature, url):
     return payload, wanted
 
 
-def settle(db, world, payment, *, send):
+def settle(db, world, payment, deposit, *, send):
     """Bring an open payment, whose lease the caller holds, as far as it goes; returns its row afterwards.
 
-    ``send``: submit the authorization (the same bytes every time: the token takes its nonce once). The
+    ``deposit``: the address of its deal. ``send``: submit the authorization (the same bytes every time: the token takes its nonce once). The
     chain's word alone funds a deal; only a final refusal, or a dead authorization, ends the attempt.
     """
-    authorization = authorization_of(db, payment)
+    authorization = authorization_of(payment, deposit)
     outcome = submit(world, authorization, payment["signature"], payment["resource_url"]) if send else None
     hint = outcome and outcome.transaction or payment["claimed_hash"]
     try:
@@ -64,11 +64,10 @@ def settle(db, world, payment, *, send):
     return _lapse(db, world, payment, reason) if over else _unknown(db, world, payment, hint=hint, reason=reason)
 
 
-def authorization_of(db, payment):
-    """Rebuild the authorization of a payment row."""
-    deal = deals.find(db, payment["deal_id"])
+def authorization_of(payment, deposit):
+    """Rebuild the authorization of a payment row that pays to ``deposit``."""
     return chain.Authorization(
-        payer=payment["payer"], to=deal["deposit_address"], value=payment["value_units"],
+        payer=payment["payer"], to=deposit, value=payment["value_units"],
         valid_after=payment["valid_after"], valid_before=payment["valid_before"], nonce=payment["nonce"],
     )  # fmt: skip
 
@@ -143,10 +142,10 @@ def fund(db, world, payment, transaction):
             ).fetchone()
             record = deals.record(db, deals.find(db, payment["deal_id"]), world.frame)
             headers = answer_headers(world, paid, protocol=paid["protocol"], now=now)
-            db.execute(
-                "UPDATE payments SET answer_headers = :headers, answer_body = :body WHERE id = :id",
+            return db.execute(
+                "UPDATE payments SET answer_headers = :headers, answer_body = :body WHERE id = :id RETURNING *",
                 {"id": paid["id"], "headers": json.dumps(headers), "body": json.dumps([record]).encode()},
-            )
+            ).fetchone()
         return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
 
 
@@ -216,11 +215,13 @@ def restore(db, world, deal_id):
     unused although it has expired.
     """
     payment = db.execute(
-        "SELECT * FROM payments WHERE deal_id = :id AND status = 'settled'", {"id": deal_id}
+        "SELECT p.*, d.deposit_address FROM payments p JOIN deals d ON d.id = p.deal_id"
+        " WHERE p.deal_id = :id AND p.status = 'settled'",
+        {"id": deal_id},
     ).fetchone()
     if payment is None:  # lapsed: nothing was ever there to keep
         return True
-    authorization = authorization_of(db, payment)
+    authorization = authorization_of(payment, payment["deposit_address"])
     pair = [(authorization.payer, authorization.nonce)]
     head = world.ledger.head(depth=world.settings.confirmations)
     if world.ledger.used(pair, at=head.number)[0]:
@@ -238,7 +239,7 @@ def resolve(db, world, deal_id, *, send):
     """Look at a pending deal again; for the sweep (``send``: submit again) and for reads. Returns True if it moved."""
     now = world.now()
     row = db.execute(
-        "SELECT p.id FROM payments p JOIN deals d ON d.id = p.deal_id AND d.attempt = p.attempt"
+        "SELECT p.id, d.deposit_address FROM payments p JOIN deals d ON d.id = p.deal_id AND d.attempt = p.attempt"
         " WHERE d.id = :id AND d.state = 'pending'",
         {"id": deal_id},
     ).fetchone()
@@ -246,7 +247,7 @@ def resolve(db, world, deal_id, *, send):
     if not held:
         return False
     alive = send and held["valid_before"] > now
-    return settle(db, world, held, send=alive)["status"] in ("settled", "refused")
+    return settle(db, world, held, row["deposit_address"], send=alive)["status"] in ("settled", "refused")
 
 
 def look_due(db, deal_id, *, now):

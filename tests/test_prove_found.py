@@ -157,6 +157,7 @@ def test_a_worker_that_slept_through_its_lease_never_ends_what_another_has_sent(
     clock.sleep(50)
     assert settlement.take_lease(db, world, stale["id"], now=world.now())
     unreachable = dataclasses.replace(world, facilitators=())
-    assert settlement.settle(db, unreachable, stale, send=True)["status"] == "unknown"
+    deposit = deals.find(db, stale["deal_id"])["deposit_address"]
+    assert settlement.settle(db, unreachable, stale, deposit, send=True)["status"] == "unknown"
     assert deals.find(db, stale["deal_id"])["state"] == "pending"
     assert db.execute("SELECT lease_until FROM payments").fetchone()["lease_until"] == world.now() + 45
