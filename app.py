@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import sqlite3
 
 from flask import Flask, Response, render_template, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
@@ -21,8 +20,9 @@ import settings as configuration
 import spec
 import targets
 import world as worlds
-from answers import BODY_CAP, base_url, body_bytes, client, conditional, connection, json_body, respond, too_large
+from answers import BODY_CAP, base_url, body_bytes, client, conditional, connection, json_body, paid_call, respond, too_large
 from deals import Refusal
+from db import sqlite3
 
 ALLOWED = (
     "Content-Type, Authorization, PAYMENT-SIGNATURE, Idempotency-Key, If-None-Match, MCP-Protocol-Version, Mcp-Method, Mcp-Name"
@@ -113,7 +113,8 @@ def _add_deals(app, world):
     @app.route("/x402/deal", methods=["GET", "POST"])
     @app.route("/mpp/deal", methods=["GET", "POST"], endpoint="mpp_deal")
     def deal():
-        answer = payments.create(connection(world), world, _paid_call(world))
+        body = body_bytes() if request.method == "POST" else b""
+        answer = payments.create(connection(world), world, paid_call(world, request.environ, body))
         return respond(answer.body, answer.status, answer.headers)
 
     @app.get("/v1/deals/<deal_id>")
@@ -126,33 +127,6 @@ def _add_deals(app, world):
         row = actions.act(connection(world), world, deal_id, action, json_body(), client=client())
         body, etag = actions.rendered(connection(world), world, row)
         return respond(body, headers={"ETag": etag, "Cache-Control": "no-store"})
-
-
-def _paid_call(world):
-    """Take from the request what the paid endpoint needs, and nothing of Flask."""
-    body = body_bytes() if request.method == "POST" else b""
-    terms, refusal = None, None
-    if request.method == "POST":
-        terms, refusal = payments.read_body(world, body, request.content_type or "")
-    key = request.headers.get("Idempotency-Key")
-    if key is not None and not 0 < len(key) <= 128:
-        terms, refusal = None, Refusal("invalid_request", "Idempotency-Key must have 1 to 128 characters.")
-    return payments.Call(
-        url=base_url(world) + request.path,
-        body=body,
-        terms=terms,
-        refusal=refusal,
-        signatures=_header("PAYMENT-SIGNATURE"),
-        authorizations=_header("Authorization"),
-        idempotency_key=key,
-        client=client(),
-    )
-
-
-def _header(name):
-    """Return all values of a header; WSGI servers join those of equal names into one."""
-    value = request.headers.get(name)
-    return () if value is None else (value,)
 
 
 # -- The feed -----------------------------------------------------------------------------------------------

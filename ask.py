@@ -1,7 +1,8 @@
 """Questions to the documents: full-text search in memory, passages with links, no model."""
 
 import re
-import sqlite3
+
+from db import sqlite3
 
 WORDS = 24  # of a question are looked at
 PASSAGES = 5

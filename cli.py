@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import json
 import os
-import sqlite3
 import sys
 import time
 
@@ -25,6 +24,7 @@ import targets
 import transfers
 import world as worlds
 from console import plain, progress, table
+from db import sqlite3
 
 
 class Group(click.Group):

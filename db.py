@@ -7,9 +7,13 @@ import contextlib
 import fcntl
 import os
 import pathlib
-import sqlite3
 import threading
 import time
+
+try:
+    from pysqlite3 import dbapi2 as sqlite3  # brings a newer SQLite than Python has nearly everywhere: see WAL_IS_SAFE
+except ImportError:
+    import sqlite3
 
 SCHEMA = pathlib.Path(__file__).with_name("schema.sql")
 VERSION = 1  # PRAGMA user_version of schema.sql; raise it together with a step in MIGRATIONS
@@ -24,9 +28,10 @@ TRY_EVERY = 0.0005  # SQLite's own waits grow to 100 ms, which starves some writ
 
 
 class Connection(sqlite3.Connection):
-    """A connection whose transactions queue at ``turnstile``, an open lock file, before they ask SQLite."""
+    """A connection whose transactions queue before they ask SQLite: at ``door`` the threads of this process, then at
+    ``turnstile``, an open lock file, the processes."""
 
-    turnstile = None
+    turnstile = door = None
 
 
 class NotReady(Exception):
@@ -47,6 +52,7 @@ def connect(path, *, durable=True):
         db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'PERSIST'}")
         db.execute(f"PRAGMA synchronous = {'FULL' if WAL_IS_SAFE else 'EXTRA'}")
         db.turnstile = open(f"{path}.turn", "a")
+        db.door = _doors.setdefault(os.path.realpath(path), threading.Lock())
     else:
         db.execute("PRAGMA journal_mode = MEMORY")
         db.execute("PRAGMA synchronous = OFF")
@@ -54,6 +60,7 @@ def connect(path, *, durable=True):
 
 
 _thread = threading.local()
+_doors: dict[str, threading.Lock] = {}  # one for each file of this process
 
 
 def here(path, opener=connect):
@@ -85,17 +92,27 @@ def _turn(db):
     if db.turnstile is None:
         yield
         return
-    for _ in range(int(BUSY_SECONDS / TRY_EVERY)):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(db.turnstile, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        time.sleep(TRY_EVERY)
-    else:
+    deadline = time.monotonic() + BUSY_SECONDS
+    if not db.door.acquire(timeout=BUSY_SECONDS):
         raise sqlite3.OperationalError("database is locked")
     try:
-        yield
+        _pass(db.turnstile, deadline)
+        try:
+            yield
+        finally:
+            fcntl.flock(db.turnstile, fcntl.LOCK_UN)
     finally:
-        fcntl.flock(db.turnstile, fcntl.LOCK_UN)
+        db.door.release()
+
+
+def _pass(turnstile, deadline):
+    """Lock the file, trying often: there is no waiting for a lock that ends at a deadline."""
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(turnstile, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.monotonic() > deadline:
+            raise sqlite3.OperationalError("database is locked")
+        time.sleep(TRY_EVERY)
 
 
 @contextlib.contextmanager

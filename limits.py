@@ -8,11 +8,11 @@ import functools
 import ipaddress
 import math
 import os
-import sqlite3
 import zlib
 
 import db as database
 from deals import Refusal
+from db import sqlite3
 
 SLOT_SECONDS = 90  # a slot whose worker died without a trace is free again after this
 PROOFS, PROOF_SECONDS = 10, 60

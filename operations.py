@@ -1,13 +1,13 @@
 """What the operator sees and decides: health, disputes, switches, the books against the chain, stray money."""
 
 import os
-import sqlite3
 
 import chain
 import db as database
 import deals
 import limits
 from deals import Refusal
+from db import sqlite3
 
 SWEEP_OVERDUE = 900  # seconds without a sweep, while something waits for one, that are an incident
 STUCK = 3600  # seconds after which a transfer that should have landed is an incident

@@ -13,7 +13,6 @@ import os
 import pathlib
 import secrets
 import socket
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import chain  # noqa: E402
 import db as database  # noqa: E402
 import settings as configuration  # noqa: E402
+from db import sqlite3  # noqa: E402
 
 ROUNDS = 7
 QUOTES, PAYMENTS, READS = 800, 300, 1500

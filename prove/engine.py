@@ -13,11 +13,11 @@ import heapq
 import logging
 import os
 import random
-import sqlite3
 import threading
 
 import db as database
 import limits
+from db import sqlite3
 
 from .faults import FAULTS
 

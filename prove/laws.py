@@ -1,10 +1,10 @@
 """The promises, written by hand from the design and not from the code: checked after every step and at the end."""
 
 import collections
-import sqlite3
 
 import chain
 import operations
+from db import sqlite3
 
 from .agents import service_due
 from .engine import Violation

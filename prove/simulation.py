@@ -4,7 +4,6 @@ import collections
 import contextlib
 import io
 import os
-import sqlite3
 
 import coincurve
 
@@ -16,6 +15,7 @@ import limits
 import protocols
 import settings as configuration
 import world as worlds
+from db import sqlite3
 
 from . import agents, engine, operators, parties
 from .chainmodel import Chain, Node

@@ -141,14 +141,10 @@ def test_a_database_that_cannot_be_written_is_an_incident(db, settings, problems
     assert problems() == []
 
 
-def test_a_database_that_cannot_even_be_read_answers_503(db, settings, client):
-    db.execute("PRAGMA busy_timeout = 0")
-    other = database.connect(settings.database)
-    other.execute("PRAGMA journal_mode = DELETE")
-    other.execute("BEGIN EXCLUSIVE")
+def test_a_database_that_cannot_even_be_read_answers_503(db, client):
+    db.execute("ALTER TABLE deals RENAME TO lost")
     answer = client.get("/health")
     assert (answer.status_code, answer.json["error"]) == (503, "unavailable")
-    other.execute("ROLLBACK")
 
 
 def test_a_disk_that_is_almost_full_is_an_incident(problems, monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import sqlite3
 
 import pytest
 
@@ -14,6 +13,7 @@ import sandbox
 import transfers
 from facilitators import Outcome, Verdict
 from parties import SECRET, Buyer, Scripted, Seller, balance, nonce
+from db import sqlite3
 
 FATES = [
     {}, {}, {}, {"outcome": Outcome("unknown", reason="no answer")},

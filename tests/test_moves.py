@@ -1,6 +1,5 @@
 """Every move from every state, a second before, at and after its deadline; who may; what it does to the money."""
 
-import sqlite3
 
 import pytest
 from conftest import NOON
@@ -12,6 +11,7 @@ import db as database
 import deals
 import operations
 import transfers
+from db import sqlite3
 
 STATES = "pending funded accepted delivered disputed released refunded split lapsed".split()
 HOUR = 3600

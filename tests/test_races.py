@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import sqlite3
 import threading
 
 import pytest
@@ -19,6 +18,7 @@ import db as database
 import deals
 import operations
 import transfers
+from db import sqlite3
 
 LEGS = {
     "released": [("fee", 292_000), ("seller", 20_000_000)],
