@@ -124,12 +124,12 @@ def _from_checks(db, window, target, low, high):
             listed = _listed(db, check, numbers)
             wanted = [
                 (id, facet, change) for id, facet, change in listed if low <= id < high and window.change in (None, change)
-            ]  # fmt: skip
+            ][: window.limit + 1 - len(found)]  # fmt: skip
             facets |= facets_of(db, {facet for _, facet, _ in wanted} - facets.keys())
             found += [_event(whose[check["target"]], id, change, facets[facet], check["at"]) for id, facet, change in wanted]
         if len(found) > window.limit:
             break
-    return found[: window.limit + 1]
+    return found
 
 
 def _checks(db, target, low, high):
