@@ -6,6 +6,7 @@ import json
 import random
 
 import contract
+import feedevents
 import feedroutes
 import feedviews
 import openapi_spec_validator
@@ -262,6 +263,23 @@ def test_filters_take_out_nothing_else(db, reader, history, change, facilitator)
     if facilitator:
         path = f"/v1/feed/facilitators/{facilitator}/events"
         assert pages(reader, path, limit=2, change=change) == found
+
+
+@pytest.mark.parametrize("query", [{"facilitator": "payai"}, {}])
+def test_a_long_search_goes_on_from_page_to_page(db, clock, reader, monkeypatch, query):
+    monkeypatch.setattr(feedevents, "CHECKS", 3)
+    watch(db)
+    for said in [FULL] * 3 + [body()] * 10 + [FULL] * 3:
+        poll(db, clock, said)
+    found, counts, page = [], [], reader.data(EVENTS, query_string={"change": "confirmed", **query})
+    while "next_cursor" in page:
+        counts.append(len(page["events"]))
+        found += page["events"]
+        page = reader.data(EVENTS, query_string={"cursor": page["next_cursor"]})
+    found += page["events"]
+    assert [int(event["id"]) for event in found] == [id for id, change in expected(db) if change == "confirmed"]
+    assert len(found) == 12  # three facets in two checks at each end
+    assert counts == [6, 0, 0, 0, 3]  # three checks a page; the last page has the sixteenth
 
 
 @pytest.mark.parametrize("seed", range(5))
