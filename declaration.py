@@ -94,6 +94,16 @@ def reload(body):
     return json.loads(body.decode("utf-8-sig"))
 
 
+def written(body):
+    """Return a body that :func:`parse` accepted as JSON text of printable ASCII.
+
+    Most bodies are that already and stay as they came, for parsing and writing them again is what takes the time.
+    """
+    if body.isascii() and b"\x7f" not in body:
+        return body
+    return json.dumps(reload(body), separators=(",", ":"), allow_nan=False).encode()
+
+
 def shown(value):
     """Return the parts of a loaded declaration that its published shape knows, with only what has the right type."""
     pairs = [(entry, _kind(entry, version)) for entry, version in _entries(value["kinds"])]

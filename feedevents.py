@@ -13,6 +13,7 @@ from feed import DAY
 from feedviews import DECLARED, Data, as_json, body_of, evidence, facets_of, moment, quoted, stamp, targets_of, whole
 
 PAGE = 100
+CHECKS = 1500  # looked at for one page: who declares nothing confirms nothing, and may go on so for years
 WINDOW = 7 * DAY
 CHANGES = ("snapshot", "first_seen", "confirmed", "removed", "returned")
 
@@ -36,11 +37,11 @@ def events(db, query):
         target = targets.ever(db, window.facilitator)
         if target is None:
             raise Refusal("not_found", f"No facilitator {quoted(window.facilitator)} was ever watched here.")
-    found = _page(db, window, target and target["target"])
-    cursor = None
+    found, after = _page(db, window, target and target["target"])
     if len(found) > window.limit:
         found = found[: window.limit]
-        cursor = _write_cursor(query.path, window._replace(after=int(found[-1]["id"])))
+        after = int(found[-1]["id"])
+    cursor = _write_cursor(query.path, window._replace(after=after)) if after else None
     data = {"events": found, "start": stamp(window.since), "end": stamp(window.until), "limit": window.limit}
     if cursor:
         data["next_cursor"] = cursor
@@ -83,13 +84,13 @@ def _end(db, query):
 
 
 def _page(db, window, target):
-    """Return up to one event more than the limit."""
+    """Return up to one event more than the limit, and the id up to which there are no others if the search stopped short."""
     low, high = max(window.since, window.after + 1), window.until
     if window.change in (None, "snapshot", "confirmed"):
         return _from_checks(db, window, target, low, high)
     rows = _changes(db, window, target, low, high)
     whose, facets = targets_of(db, rows), facets_of(db, {row["facet"] for row in rows})
-    return [_event(whose[row["target"]], row["id"], row["change"], facets[row["facet"]], row["at"]) for row in rows]
+    return [_event(whose[row["target"]], row["id"], row["change"], facets[row["facet"]], row["at"]) for row in rows], None
 
 
 def _changes(db, window, target, low, high):
@@ -108,7 +109,11 @@ def _changes(db, window, target, low, high):
 def _from_checks(db, window, target, low, high):
     """Work the events out of the checks they belong to, from the check that contains ``low`` on."""
     found, sets, bodies, facets, whose = [], {}, {}, {}, {}
-    for check in _checks(db, target, low, high):
+    for looked, check in enumerate(_checks(db, target, low, high)):
+        if looked == CHECKS:
+            return found, check["at"] - 1
+        if window.change == "confirmed" and not check["size"]:
+            continue
         if check["target"] not in whose:
             whose |= targets_of(db, [check])
         if check["facet_set"] not in sets:
@@ -124,12 +129,12 @@ def _from_checks(db, window, target, low, high):
             listed = _listed(db, check, numbers)
             wanted = [
                 (id, facet, change) for id, facet, change in listed if low <= id < high and window.change in (None, change)
-            ]  # fmt: skip
+            ][: window.limit + 1 - len(found)]  # fmt: skip
             facets |= facets_of(db, {facet for _, facet, _ in wanted} - facets.keys())
             found += [_event(whose[check["target"]], id, change, facets[facet], check["at"]) for id, facet, change in wanted]
         if len(found) > window.limit:
             break
-    return found[: window.limit + 1]
+    return found, None
 
 
 def _checks(db, target, low, high):

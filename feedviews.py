@@ -28,6 +28,8 @@ SCOPES = {
     "extension": "The name as declared. Its behaviour is not tested.",
 }
 
+_PLACE = "\ud800"  # where a text goes: no string of a request, a body or the database can be this
+
 _SPECS = "https://github.com/x402-foundation/x402/blob/main/specs"
 STANDARDS = [
     {"id": id, "name": name, "category": category, "reference": f"{_SPECS}/{path}", "note": note}
@@ -62,6 +64,10 @@ class Data(NamedTuple):
     next: str | None = None
 
 
+class Verbatim(bytes):
+    """JSON text that stands in an answer as it is."""
+
+
 class Bytes(NamedTuple):
     content: bytes
     media_type: str
@@ -90,12 +96,12 @@ def facet_shape(row):
 
 
 def body_of(db, body):
-    """Return the loaded declaration of a stored body (None once thinned) and the note that goes with it."""
+    """Return the declaration in a stored body as JSON text (None once thinned) and the note that goes with it."""
     row = db.execute("SELECT sha256, content FROM feed_bodies WHERE body = :body", {"body": body}).fetchone()
     digest = f"SHA-256 of the body: {row['sha256'].hex()}."
     if row["content"] is None:
         return None, f"{digest} The body itself showed no change and is no longer kept."
-    return declaration.reload(zlib.decompress(row["content"])), digest
+    return Verbatim(declaration.written(zlib.decompress(row["content"]))), digest
 
 
 def latest_check(db, target):
@@ -135,7 +141,7 @@ def facilitator_shape(db, target):
     supported, supported_evidence = None, None
     if valid:
         raw, digest = body_of(db, valid["body"])
-        supported = declaration.shown(raw)
+        supported = declaration.shown(declaration.reload(raw))
         supported_evidence = evidence(target, valid["at"], f"{DECLARED} The last successful raw response. {digest}", raw)
     return {
         "id": target["id"],
@@ -337,7 +343,18 @@ def quoted(text):
 
 
 def as_json(value):
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    """Write a value as JSON, with every :class:`Verbatim` in it put in unread."""
+    texts = []
+
+    def place(found):
+        if not isinstance(found, Verbatim):
+            raise TypeError(f"{type(found).__name__} is no JSON")
+        texts.append(found)
+        return _PLACE
+
+    outside = json.dumps(value, separators=(",", ":"), allow_nan=False, default=place).encode()
+    parts = outside.split(json.dumps(_PLACE).encode())
+    return b"".join(part for pair in zip(parts, [*texts, b""], strict=True) for part in pair)
 
 
 # -- Query values ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import db as database
 import feed
+import feedevents
 import feedroutes
 import feedviews
 import fetch
@@ -127,23 +128,22 @@ def view(db, path, now_ns, query="", **values):
 
 
 def page_times(db, asked):
-    """Time whole answers: query, JSON, digest."""
-    chance, now_ns = random.Random(1), START + asked.days * feed.DAY
-    queries = {
-        "anyone": "",
-        "one facilitator": "&facilitator=t07",
-        "first_seen": "&change=first_seen",
-        "confirmed of one": "&change=confirmed&facilitator=t07",
-        "a hundred snapshots": "&change=snapshot",
-    }
-    found = {}
-    for name, more in queries.items():
-        def one():
-            since = START + chance.randrange(max(1, asked.days - 1)) * feed.DAY + chance.randrange(feed.DAY)
-            query = f"since={urllib.parse.quote(feedviews.stamp(since))}{more}"
-            return view(db, "/v1/feed/events", now_ns, query)
+    """Time whole answers (query, JSON, digest) of every filter: a page that starts anywhere, and the next one by its cursor."""
+    chance, now_ns, found = random.Random(1), START + asked.days * feed.DAY, {}
+    for of, facilitator in (("", {}), (" of one", {"facilitator": "t07"})):
+        for change in (None, *feedevents.CHANGES):
+            filters = facilitator | ({"change": change} if change else {})
+            cursor = None
 
-        found[name] = timed(one, asked.samples if name != "a hundred snapshots" else 20)
+            def one():
+                nonlocal cursor
+                since = START + chance.randrange(max(1, asked.days - 1)) * feed.DAY + chance.randrange(feed.DAY)
+                query = {"cursor": cursor} if cursor else {"since": feedviews.stamp(since), **filters}
+                reply = view(db, "/v1/feed/events", now_ns, urllib.parse.urlencode(query))
+                link = None if cursor else reply.headers.get("Link")
+                cursor = link and link[link.index("cursor=") + 7 : link.index(">")]
+
+            found[f"{change or 'all'}{of}"] = timed(one, asked.samples)
     return found
 
 

@@ -6,7 +6,9 @@ import json
 import random
 
 import contract
+import feedevents
 import feedroutes
+import feedviews
 import openapi_spec_validator
 import pytest
 import spec
@@ -263,6 +265,23 @@ def test_filters_take_out_nothing_else(db, reader, history, change, facilitator)
         assert pages(reader, path, limit=2, change=change) == found
 
 
+@pytest.mark.parametrize("query", [{"facilitator": "payai"}, {}])
+def test_a_long_search_goes_on_from_page_to_page(db, clock, reader, monkeypatch, query):
+    monkeypatch.setattr(feedevents, "CHECKS", 3)
+    watch(db)
+    for said in [FULL] * 3 + [body()] * 10 + [FULL] * 3:
+        poll(db, clock, said)
+    found, counts, page = [], [], reader.data(EVENTS, query_string={"change": "confirmed", **query})
+    while "next_cursor" in page:
+        counts.append(len(page["events"]))
+        found += page["events"]
+        page = reader.data(EVENTS, query_string={"cursor": page["next_cursor"]})
+    found += page["events"]
+    assert [int(event["id"]) for event in found] == [id for id, change in expected(db) if change == "confirmed"]
+    assert len(found) == 12  # three facets in two checks at each end
+    assert counts == [6, 0, 0, 0, 3]  # three checks a page; the last page has the sixteenth
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_pages_have_no_gap_and_no_overlap_while_polls_go_on(db, clock, reader, seed):
     chance = random.Random(seed)
@@ -406,6 +425,66 @@ def test_the_raw_declaration_is_its_exact_bytes_in_a_form_that_no_browser_render
     assert response.headers["Content-Security-Policy"] == "sandbox; default-src 'none'"
     digest = base64.b64encode(hashlib.sha256(said).digest()).decode()
     assert response.headers["Repr-Digest"] == f"sha-256=:{digest}:"
+
+
+WRITTEN = {
+    "plain": (b'{"kinds": []}', b'{"kinds": []}'),
+    "blanks": (b'\r\n {"kinds" :\t[ ]}\n', b'\r\n {"kinds" :\t[ ]}\n'),
+    "numbers": (b'{"kinds":[],"x":[1E2,-0,1e-400,-9223372036854775808]}', b'{"kinds":[],"x":[1E2,-0,1e-400,-9223372036854775808]}'),
+    "escapes": (rb'{"kinds":[],"x":"\ud83d\ude00\/\u0041"}', rb'{"kinds":[],"x":"\ud83d\ude00\/\u0041"}'),
+    "byte order mark": (b'\xef\xbb\xbf{"kinds": []}', b'{"kinds":[]}'),
+    "accents": ('{"kinds": [], "x": "\u00e9\U0001f600"}'.encode(), rb'{"kinds":[],"x":"\u00e9\ud83d\ude00"}'),
+    "turned text": ('{"kinds": [], "\u202e": "\u2028"}'.encode(), rb'{"kinds":[],"\u202e":"\u2028"}'),
+    "terminal codes": ('{"kinds": [], "x": "\u009b2J\x7f"}'.encode(), rb'{"kinds":[],"x":"\u009b2J\u007f"}'),
+    "delete": (b'{"kinds": [], "x": "\x7f", "y": 1E2}', rb'{"kinds":[],"x":"\u007f","y":100.0}'),
+}
+
+
+@pytest.mark.parametrize("path", [f"{EVENTS}?change=snapshot", "/v1/feed/facilitators", "/v1/feed/facilitators/payai"])
+@pytest.mark.parametrize(("said", "shown"), WRITTEN.values(), ids=WRITTEN.keys())
+def test_evidence_carries_the_declaration_as_it_came_or_written_in_plain_ascii(db, clock, reader, said, shown, path):
+    watch(db)
+    poll(db, clock, said)
+    response = reader.get(path)
+    assert b'"raw":' + shown + b',"note":' in response.data
+    assert response.data.isascii()
+    assert response.json["data"]  # the whole of it is JSON
+
+
+def test_every_snapshot_carries_its_own_declaration(db, clock, reader):
+    for id in ("payai", "dexter"):
+        watch(db, id)
+        for place in (1, 2, 1):
+            poll(db, clock, json.dumps({"kinds": [], "said": [id, place]}).encode(), id)
+    found = reader.events(change="snapshot")
+    assert [event["evidence"]["raw"]["said"] for event in found] == [
+        ["payai", 1], ["payai", 2], ["payai", 1], ["dexter", 1], ["dexter", 2], ["dexter", 1],
+    ]  # fmt: skip
+
+
+def test_a_thinned_declaration_leaves_the_others_in_their_places(db, clock, reader):
+    watch(db)
+    for place in (1, 2, 3):
+        poll(db, clock, json.dumps({"kinds": [], "said": place}).encode())
+    db.execute("UPDATE feed_bodies SET content = NULL WHERE body = 2")
+    found = [event["evidence"]["raw"] for event in reader.events(change="snapshot")]
+    assert found == [{"kinds": [], "said": 1}, None, {"kinds": [], "said": 3}]
+
+
+@pytest.mark.parametrize("name", [r"\ud800", r'"\ud800"', '"raw":null', r'\"\\ud800'])
+def test_a_name_that_looks_like_the_place_of_a_declaration_is_a_name(db, clock, reader, name):
+    watch(db)
+    said = body(kind(name))
+    poll(db, clock, said)
+    snapshot, first_seen = reader.events()
+    assert snapshot["evidence"]["raw"] == json.loads(said)
+    assert first_seen["facet"]["value"] == f"v2 · exact · {name}"
+    assert reader.data("/v1/feed/facilitators/payai")["supported"]["kinds"] == [kind(name)]
+
+
+def test_only_a_declaration_goes_into_an_answer_unread():
+    with pytest.raises(TypeError):
+        feedviews.as_json({"raw": b"{}"})
 
 
 def test_a_check_without_a_body_has_no_raw(db, clock, reader):
