@@ -113,6 +113,8 @@ def _add_deals(app, world):
     @app.route("/x402/deal", methods=["GET", "POST"])
     @app.route("/mpp/deal", methods=["GET", "POST"], endpoint="mpp_deal")
     def deal():
+        if "deals.error" in request.environ:
+            raise request.environ["deals.error"]
         body = body_bytes() if request.method == "POST" else b""
         answer = payments.create(connection(world), world, paid_call(world, request.environ, body))
         return respond(answer.body, answer.status, answer.headers)

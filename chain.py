@@ -265,10 +265,16 @@ RECEIPT_TYPE = keccak(
 )
 
 
+@functools.lru_cache(maxsize=256)
+def _text_hash(text):
+    """Hash a string as EIP-712 does; most receipts share network, address of the service and payer."""
+    return keccak(text.encode())
+
+
 def receipt_digest(receipt):
     """Return the EIP-712 digest of an x402 ``offer-receipt`` receipt (domain fixed by that specification)."""
     body = RECEIPT_TYPE + _word(receipt["version"])
-    body += b"".join(keccak(receipt[name].encode()) for name in ("network", "resourceUrl", "payer"))
+    body += b"".join([_text_hash(receipt[name]) for name in ("network", "resourceUrl", "payer")])
     body += _word(receipt["issuedAt"]) + keccak(receipt["transaction"].encode())
     return keccak(b"\x19\x01" + RECEIPT_DOMAIN + keccak(body))
 

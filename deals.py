@@ -369,14 +369,17 @@ class Frame:
     chain_id: int
 
 
-def record(db, deal, frame):
+def record(db, deal, frame, *, payment=None):
     """Build the public record of a deal's row, the same object in every answer. Never a secret or its hash.
+
+    ``payment``: the row of the payment that it stands on, if the caller has it.
 
     Deadlines are not compared with the clock here: :func:`apply_due` has run before, and in every state the
     actions that remain end exactly when the clock moves the deal.
     """
     values = {"id": deal["id"], "attempt": deal["attempt"]}
-    payment = db.execute("SELECT * FROM payments WHERE deal_id = :id AND attempt = :attempt", values).fetchone()
+    if payment is None:
+        payment = db.execute("SELECT * FROM payments WHERE deal_id = :id AND attempt = :attempt", values).fetchone()
     transfers = db.execute(
         "SELECT * FROM transfers WHERE deal_id = :id"
         " ORDER BY CASE leg WHEN 'seller' THEN 1 WHEN 'buyer' THEN 2 WHEN 'fee' THEN 3 ELSE 4 END, created_at",

@@ -1,7 +1,7 @@
-"""The two busiest requests, answered before Flask wakes: the quote for a sound body, and the read of a deal.
+"""The busiest requests, answered before Flask wakes: the paid endpoint, and the read of a deal.
 
-Only when all is plain. Whatever is odd, fails or is refused goes to Flask, which then answers it from the
-beginning; nothing is lost by that, because neither request moves money.
+Only their plain answers are made here. Whatever is odd in a request, is refused or fails goes to Flask, which has the
+words for it.
 """
 
 import io
@@ -9,10 +9,11 @@ import io
 import actions
 import deprecations
 import payments
-from answers import BODY_CAP, base_url, connection, paid_call
+from answers import BODY_CAP, connection, paid_call
 
 PAID = ("/x402/deal", "/mpp/deal")
 DEALS = "/v1/deals/"
+STATUS = {200: "200 OK", 202: "202 ACCEPTED", 402: "402 PAYMENT REQUIRED"}
 
 
 class Express:
@@ -27,37 +28,37 @@ class Express:
         if deprecations.DEPRECATIONS:  # their headers are Flask's business
             pass
         elif method == "POST" and path in PAID:
-            found = self._quote(environ)
+            found = self._deal_call(environ)
         elif method == "GET" and path.startswith(DEALS):
-            found = self._deal(environ, path[len(DEALS) :])
+            found = self._deal_read(environ, path[len(DEALS) :])
         if found is None:
             return self.application(environ, start_response)
         status, headers, body = found
         start_response(status, [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
         return [body]
 
-    def _quote(self, environ):
-        """Return (status, headers, body) of the quote for an unpaid call, or None."""
+    def _deal_call(self, environ):
+        """Return (status, headers, body) of a call with a body of known length, or None: then Flask answers it.
+
+        A call that has begun to be answered is not begun again: what was raised goes with it.
+        """
         length = environ.get("CONTENT_LENGTH") or ""
-        if "HTTP_PAYMENT_SIGNATURE" in environ or "HTTP_AUTHORIZATION" in environ or "HTTP_TRANSFER_ENCODING" in environ:
-            return None
-        if not (length.isdecimal() and len(length) < 9 and int(length) <= BODY_CAP):
+        if not (length.isdecimal() and len(length) < 9 and int(length) <= BODY_CAP) or "HTTP_TRANSFER_ENCODING" in environ:
             return None
         body = environ["wsgi.input"].read(int(length))
-        environ["wsgi.input"] = io.BytesIO(body)  # for Flask, should it come to that
+        environ["wsgi.input"] = io.BytesIO(body)
         if len(body) < int(length):
             return None
         try:
             call = paid_call(self.world, environ, body)
-            if call.refusal:
-                return None
             answer = payments.create(connection(self.world), self.world, call)
-        except Exception:
+        except Exception as error:
+            environ["deals.error"] = error
             return None
-        return "402 PAYMENT REQUIRED", answer.headers, answer.body
+        return STATUS[answer.status], answer.headers, answer.body
 
-    def _deal(self, environ, deal_id):
-        """Return (status, headers, body) of a deal's record, or None."""
+    def _deal_read(self, environ, deal_id):
+        """Return (status, headers, body) of a deal's record, or None. Reading it twice does no harm."""
         if "HTTP_IF_NONE_MATCH" in environ:
             return None
         try:

@@ -210,17 +210,22 @@ def free_headers(left, reset):
 
 
 def usable(counters, url, *, now):
-    """Whether a facilitator may be called: its circuit is closed, or this call is the one probe of its rest's end."""
+    """Whether a facilitator may be called: its circuit is closed, or this call is the one probe of its rest's end.
+
+    Returns "" for no, "well" while nothing is known against it, or "troubled".
+    """
     row = counters.execute("SELECT failures, open_until FROM circuits WHERE url = :url", {"url": url}).fetchone()
-    if row is None or row["open_until"] == 0:
-        return True
+    if row is None:
+        return "well"
+    if row["open_until"] == 0:
+        return "troubled"
     if now < row["open_until"]:
-        return False
+        return ""
     probe = counters.execute(
         "UPDATE circuits SET open_until = :until WHERE url = :url AND open_until = :seen",
         {"url": url, "until": now + REST_SECONDS, "seen": row["open_until"]},
     )
-    return probe.rowcount == 1
+    return "troubled" if probe.rowcount == 1 else ""
 
 
 def failed(counters, url, reason, *, now):
@@ -238,9 +243,9 @@ def failed(counters, url, reason, *, now):
     )
 
 
-def worked(counters, url):
-    """Close the circuit after a success; costs no write while all is well."""
-    if counters.execute("SELECT 1 FROM circuits WHERE url = :url", {"url": url}).fetchone():
+def worked(counters, url, state):
+    """Close the circuit after a success of a facilitator that was in this ``state``; costs nothing while all is well."""
+    if state == "troubled":
         counters.execute("DELETE FROM circuits WHERE url = :url", {"url": url})
 
 

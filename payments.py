@@ -356,13 +356,14 @@ def _verify(world, offer, payment, *, now):
     payload, wanted = settlement.envelope(world, payment.authorization, payment.signature, offer.url)
     counters = world.counters()
     for facilitator in world.facilitators:
-        if world.declares(facilitator.url) is False or not limits.usable(counters, facilitator.url, now=now):
+        state = world.declares(facilitator.url) is not False and limits.usable(counters, facilitator.url, now=now)
+        if not state:
             continue
         verdict = facilitator.verify(payload, wanted, seconds=world.settings.settle_seconds / 2)
         if verdict.valid is None:
             limits.failed(counters, facilitator.url, verdict.reason, now=world.clock())
             continue
-        limits.worked(counters, facilitator.url)
+        limits.worked(counters, facilitator.url, state)
         if verdict.valid:
             return False
         if _paid(world, payment.authorization, since=now - settlement.LOOK_BACK):

@@ -84,11 +84,12 @@ def submit(world, authorization, signature, url):
     for facilitator in world.facilitators:
         if world.clock() >= deadline or world.declares(facilitator.url) is False:
             continue
-        if not limits.usable(counters, facilitator.url, now=world.clock()):
+        state = limits.usable(counters, facilitator.url, now=world.clock())
+        if not state:
             continue
         outcome = facilitator.settle(payload, wanted, seconds=max(1.0, deadline - world.clock()))
         if outcome.kind in ("settled", "refused"):
-            limits.worked(counters, facilitator.url)
+            limits.worked(counters, facilitator.url, state)
             return outcome if best.kind == "unsent" or outcome.kind == "settled" else best
         limits.failed(counters, facilitator.url, outcome.reason, now=world.clock())
         if outcome.kind == "unknown":
@@ -132,21 +133,21 @@ def _dead(world, authorization):
 def fund(db, world, payment, transaction):
     """Commit that the money is there, with the answer that every retry will get. Returns the payment's row."""
     now = world.now()
+    paid = {**dict(payment), "settled_at": now, "transaction_hash": transaction}
+    headers = answer_headers(world, paid, protocol=paid["protocol"], now=now)  # signing takes its time: before the lock
     with database.transaction(db):
-        row = deals.move(db, payment["deal_id"], "fund", now=now, actor="chain", treasury=world.treasury)
-        if row is not None:
-            paid = db.execute(
-                "UPDATE payments SET status = 'settled', settled_at = :now, transaction_hash = :hash, lease_until = 0,"
-                " reason = NULL WHERE id = :id RETURNING *",
-                {"id": payment["id"], "now": now, "hash": transaction},
-            ).fetchone()
-            record = deals.record(db, deals.find(db, payment["deal_id"]), world.frame)
-            headers = answer_headers(world, paid, protocol=paid["protocol"], now=now)
-            return db.execute(
-                "UPDATE payments SET answer_headers = :headers, answer_body = :body WHERE id = :id RETURNING *",
-                {"id": paid["id"], "headers": json.dumps(headers), "body": json.dumps([record]).encode()},
-            ).fetchone()
-        return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
+        deal = deals.move(db, payment["deal_id"], "fund", now=now, actor="chain", treasury=world.treasury)
+        if deal is None:
+            return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
+        record = deals.record(db, deal, world.frame, payment=paid)
+        return db.execute(
+            "UPDATE payments SET status = 'settled', settled_at = :now, transaction_hash = :hash, lease_until = 0,"
+            " reason = NULL, answer_headers = :headers, answer_body = :body WHERE id = :id RETURNING *",
+            {
+                "id": payment["id"], "now": now, "hash": transaction, "headers": json.dumps(headers),
+                "body": chain.compact([record]).encode(),
+            },
+        ).fetchone()  # fmt: skip
 
 
 def answer_headers(world, payment, *, protocol, now):
