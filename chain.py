@@ -58,9 +58,7 @@ def read_json(data):
     if exchange.too_deep(text):
         raise ValueError("it is nested too deeply")
     try:
-        value = json.loads(
-            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_small_int
-        )
+        value = _strict(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -85,6 +83,11 @@ def _small_int(digits):
     if len(digits) > 19 or abs(int(digits)) >= 1 << 63:
         raise ValueError("a number is too large")
     return int(digits)
+
+
+_strict = json.JSONDecoder(
+    object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_small_int
+).decode
 
 
 # -- Addresses and keys -------------------------------------------------------------------------------------
@@ -153,8 +156,13 @@ def deposit_key(master_secret, terms):
 
 def sign(secret, digest):
     """Sign a 32-byte digest; returns ``0x`` r s v with v 27 or 28 and a low s, as the token demands."""
-    signature = coincurve.PrivateKey(secret).sign_recoverable(digest, hasher=None)
+    signature = _private_key(secret).sign_recoverable(digest, hasher=None)
     return "0x" + (signature[:64] + bytes([27 + signature[64]])).hex()
+
+
+@functools.lru_cache(maxsize=1)  # making one costs more than signing; the web process signs with one, its receipts
+def _private_key(secret):
+    return coincurve.PrivateKey(secret)
 
 
 def tidy_signature(signature):

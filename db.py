@@ -3,12 +3,15 @@
 Every function that touches data takes ``db``, a connection from :func:`connect`, as its first argument.
 """
 
+import collections
 import contextlib
+import dataclasses
 import fcntl
 import os
 import pathlib
 import threading
 import time
+from collections.abc import Callable
 
 try:
     from pysqlite3 import dbapi2 as sqlite3  # brings a newer SQLite than Python has nearly everywhere: see WAL_IS_SAFE
@@ -52,7 +55,7 @@ def connect(path, *, durable=True):
         db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'PERSIST'}")
         db.execute(f"PRAGMA synchronous = {'FULL' if WAL_IS_SAFE else 'EXTRA'}")
         db.turnstile = open(f"{path}.turn", "a")
-        db.door = _doors.setdefault(os.path.realpath(path), threading.Lock())
+        db.door = _doors.setdefault(os.path.realpath(path), _Door())
     else:
         db.execute("PRAGMA journal_mode = MEMORY")
         db.execute("PRAGMA synchronous = OFF")
@@ -60,7 +63,7 @@ def connect(path, *, durable=True):
 
 
 _thread = threading.local()
-_doors: dict[str, threading.Lock] = {}  # one for each file of this process
+_doors: dict[str, "_Door"] = {}  # one for each file of this process
 
 
 def here(path, opener=connect):
@@ -75,34 +78,115 @@ def here(path, opener=connect):
 @contextlib.contextmanager
 def transaction(db):
     """Hold the one write lock from the first statement on; commit at the end, roll back on any error."""
-    with _turn(db):
+    with _through_door(db), _begun(db):
+        yield db
+
+
+def together(db, work):
+    """Return ``work(db)``, from a transaction that it may share with what other threads want to write at this moment:
+    one turn, one commit and one wait for the disk for all of them.
+
+    ``work`` gets the connection to use, and stands alone: what it raises is raised here, and undoes only what it did.
+    When this returns, the commit is on the disk.
+    """
+    if db.door is None:
+        with transaction(db):
+            return work(db)
+    job = _Job(work)
+    db.door.waiting.append(job)
+    with _through_door(db, job):
+        if not job.done:
+            _lead(db)
+    if job.error is not None:
+        raise job.error
+    return job.result
+
+
+class _Door:
+    """Where the threads of this process wait that want to write to one file."""
+
+    def __init__(self):
+        self.lock, self.waiting = threading.Lock(), collections.deque()
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    work: Callable
+    result: object = None
+    error: BaseException | None = None
+    done: bool = False
+
+
+def _lead(db):
+    """Do the work of all who wait, in one transaction."""
+    batch = []
+    while db.door.waiting:
+        batch.append(db.door.waiting.popleft())
+    try:
+        with _begun(db):
+            for job in batch:
+                _carry_out(db, job, alone=len(batch) == 1)
+    except BaseException as error:
+        for job in batch:  # nothing of any of them is kept
+            job.error = error
+    finally:
+        for job in batch:
+            job.done = True
+
+
+def _carry_out(db, job, *, alone):
+    if alone:
+        job.result = job.work(db)
+        return
+    db.execute("SAVEPOINT job")
+    try:
+        job.result = job.work(db)
+    except Exception as error:
+        if not db.in_transaction:  # a full disk, say, has undone the others too
+            raise
+        db.execute("ROLLBACK TO job")
+        job.error = error
+    db.execute("RELEASE job")
+
+
+@contextlib.contextmanager
+def _through_door(db, job=None):
+    """Wait for the other threads of this process, which may do the ``job`` meanwhile."""
+    if db.door is None:
+        yield
+        return
+    if not db.door.lock.acquire(timeout=BUSY_SECONDS):
+        try:
+            db.door.waiting.remove(job)
+        except ValueError:  # not waiting there (any more): then whoever has it is about to be done with it
+            if job is None:
+                raise sqlite3.OperationalError("database is locked") from None
+            db.door.lock.acquire()
+        else:
+            raise sqlite3.OperationalError("database is locked")
+    try:
+        yield
+    finally:
+        db.door.lock.release()
+
+
+@contextlib.contextmanager
+def _begun(db):
+    """Wait for the other processes of ours, then begin; SQLite's own lock stays the one that protects the data."""
+    if db.turnstile is not None:
+        _pass(db.turnstile, time.monotonic() + BUSY_SECONDS)
+    try:
         db.execute("BEGIN IMMEDIATE")
         try:
-            yield db
+            yield
             db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise
-
-
-@contextlib.contextmanager
-def _turn(db):
-    """Wait for the other writers among us; SQLite's own lock stays the one that protects the data."""
-    if db.turnstile is None:
-        yield
-        return
-    deadline = time.monotonic() + BUSY_SECONDS
-    if not db.door.acquire(timeout=BUSY_SECONDS):
-        raise sqlite3.OperationalError("database is locked")
-    try:
-        _pass(db.turnstile, deadline)
-        try:
-            yield
-        finally:
-            fcntl.flock(db.turnstile, fcntl.LOCK_UN)
     finally:
-        db.door.release()
+        if db.turnstile is not None:
+            fcntl.flock(db.turnstile, fcntl.LOCK_UN)
 
 
 def _pass(turnstile, deadline):

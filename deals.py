@@ -299,14 +299,6 @@ def find(db, deal_id):
     return db.execute("SELECT * FROM deals WHERE id = :id", {"id": deal_id}).fetchone()
 
 
-def standing(db, deal_id):
-    """Return of the deal's row what a payment for it depends on, or None: a row of forty columns takes twice as long."""
-    return db.execute(
-        "SELECT id, state, attempt, terms, buyer_address, deposit_address, price_units FROM deals WHERE id = :id",
-        {"id": deal_id},
-    ).fetchone()
-
-
 def glance(db, deal_id):
     """Return of the deal's row what a reader's cached record depends on. Refuses with not_found."""
     return get(db, deal_id, "SELECT id, version, state, due_at FROM deals WHERE id = :id")

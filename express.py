@@ -17,10 +17,15 @@ STATUS = {200: "200 OK", 202: "202 ACCEPTED", 402: "402 PAYMENT REQUIRED"}
 
 
 class Express:
-    """WSGI middleware before the Flask ``application`` that knows all the rest."""
+    """WSGI middleware before the ``application`` that knows all the rest.
 
-    def __init__(self, application, world):
+    ``headers`` go with every answer, ``for_pages`` only with those to the scripts of a web page: browsers, unlike
+    agents, say with Origin that they ask for one.
+    """
+
+    def __init__(self, application, world, *, headers, for_pages):
         self.application, self.world = application, world
+        self.always, self.for_pages = headers, [*headers, *for_pages]
 
     def __call__(self, environ, start_response):
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
@@ -34,7 +39,8 @@ class Express:
         if found is None:
             return self.application(environ, start_response)
         status, headers, body = found
-        start_response(status, [*headers.items(), ("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        more = self.for_pages if "HTTP_ORIGIN" in environ else self.always
+        start_response(status, [*headers.items(), ("Content-Length", str(len(body))), *more])
         return [body]
 
     def _deal_call(self, environ):

@@ -202,16 +202,13 @@ def register(app, world, *, warm=False):
             response.headers.extend(deprecations.headers(request.method, request.path, base_url(world)))
             return response
 
-    headers = [
-        ("X-Content-Type-Options", "nosniff"),
-        ("Referrer-Policy", "no-referrer"),
-        # Pages of any origin may read and pay: there are no cookies that this could expose.
-        ("Access-Control-Allow-Origin", "*"),
-        ("Access-Control-Expose-Headers", EXPOSED),
-    ]
+    headers = [("X-Content-Type-Options", "nosniff")]
     if world.settings.base_url.startswith("https:"):
         headers.append(("Strict-Transport-Security", "max-age=31536000"))
-    app.wsgi_app = Headers(Express(shelf, world), headers, DATA_POLICY)
+    # Pages of any origin may read and pay: there are no cookies that this could expose.
+    shared = [("Access-Control-Allow-Origin", "*"), ("Access-Control-Expose-Headers", EXPOSED)]
+    rest = Headers(shelf, [*headers, ("Referrer-Policy", "no-referrer"), *shared], DATA_POLICY)
+    app.wsgi_app = Express(rest, world, headers=[("Content-Type", "application/json"), *headers], for_pages=shared)
 
 
 def _add_documents(app, world, surface, shelf):

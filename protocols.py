@@ -14,6 +14,7 @@ import hmac
 import json
 import re
 import time
+from typing import NamedTuple
 
 import chain
 from deals import Refusal, timestamp
@@ -43,8 +44,7 @@ class Mismatch(Exception):
     """The payment can be read but does not pay this offer; the sentence says which part differs."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What one request may be paid with. ``deal_id`` is None for a quote that starts no deal."""
 
     deal_id: str | None

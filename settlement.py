@@ -135,7 +135,8 @@ def fund(db, world, payment, transaction):
     now = world.now()
     paid = {**dict(payment), "settled_at": now, "transaction_hash": transaction}
     headers = answer_headers(world, paid, protocol=paid["protocol"], now=now)  # signing takes its time: before the lock
-    with database.transaction(db):
+
+    def commit(db):
         deal = deals.move(db, payment["deal_id"], "fund", now=now, actor="chain", treasury=world.treasury)
         if deal is None:
             return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
@@ -148,6 +149,8 @@ def fund(db, world, payment, transaction):
                 "body": chain.compact([record]).encode(),
             },
         ).fetchone()  # fmt: skip
+
+    return database.together(db, commit)
 
 
 def answer_headers(world, payment, *, protocol, now):
