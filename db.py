@@ -27,7 +27,7 @@ MIGRATIONS: dict[int, str] = {}  # from version -> script that leads to the next
 # It is kept between transactions (PERSIST): deleting it for every commit costs ten times the commit itself.
 WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
 BUSY_SECONDS = 5.0
-TRY_EVERY = 0.0005  # SQLite's own waits grow to 100 ms, which starves some writers for seconds when many write
+TRY_EVERY = 0.0001  # SQLite's own waits grow to 100 ms, which starves some writers for seconds when many write
 
 
 class Connection(sqlite3.Connection):
