@@ -343,6 +343,22 @@ def backup(path):
     click.echo(f"Copied {settings.database} to {path}.")
 
 
+@main.command()
+@click.argument("path", type=click.Path(exists=True, dir_okay=False))
+@click.option("--yes", is_flag=True, help="Really replace the database.")
+def restore(path, yes):
+    """Put a backup in place of the database. Stop the service and the cron jobs first."""
+    settings = configuration.load()
+    if not yes:
+        click.echo(f"This would replace all of {settings.database} by {path}; add --yes to do it.")
+        return
+    try:
+        database.restore(database.connect(settings.database), path, mode=settings.mode)
+    except sqlite3.DatabaseError as error:
+        raise _Stop(f"Nothing was replaced: {error}") from error
+    click.echo(f"Restored {settings.database} from {path}. Start again: the sweep asks the chain before it sends anything.")
+
+
 @main.command(name="rotate-secret")
 def rotate_secret():
     """Make a fresh MPP challenge secret; restart the service afterwards. Challenges already issued stay good."""

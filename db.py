@@ -273,6 +273,22 @@ def backup(db, path):
         target.close()
 
 
+def restore(db, path, *, mode):
+    """Replace all that the live database holds by the backup at ``path``, in one transaction; its journal goes with it.
+
+    Raises :class:`NotReady` when the backup belongs to another version or mode, DatabaseError when it is damaged.
+    """
+    source = sqlite3.connect(path, factory=Connection)
+    source.row_factory = sqlite3.Row
+    try:
+        if source.execute("PRAGMA integrity_check").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError(f"The backup {path} failed its integrity check.")
+        check(source, mode=mode)
+        source.backup(db)
+    finally:
+        source.close()
+
+
 def _statements(script):
     """Split a script into statements, so that it can run inside one transaction."""
     statement = ""

@@ -16,6 +16,7 @@ import app as application
 import chain
 import cli
 import db as database
+import deals
 import keys
 import settings as configuration
 import transfers
@@ -412,6 +413,25 @@ def test_a_restored_backup_pays_nobody_a_second_time(run, db, outside, wallets, 
     counts = [transfers.sweep(copy, world, wallets) for _ in range(3)]
     assert sum(count["sent"] for count in counts) == 0 and sum(count["confirmed"] for count in counts) == 6
     assert (outside.ledger.balance(SELLER), outside.ledger.balance(world.treasury)) == (60_000_000, 3 * 292_000)
+
+
+def test_a_backup_is_put_in_place_whole_or_not_at_all(run, db, world, settings, tmp_path):
+    copy = str(tmp_path / "copy.db")
+    first = reach(db, world, "funded")
+    run("backup", copy)
+    second = reach(db, world, "accepted", ref="later")
+    assert "--yes" in run("restore", copy) and deals.find(db, second)
+    assert "Restored" in run("restore", copy, "--yes")
+    assert deals.find(db, first) and deals.find(db, second) is None
+    assert database.journal_mode(db) == ("wal" if database.WAL_IS_SAFE else "persist")
+    reach(db, world, "delivered", ref="later")  # and it can be written again
+    for damage, words in ((b"PRAGMA nothing", "not a database"), (b"", "not initialised")):
+        (tmp_path / "broken.db").write_bytes(damage * 1000)
+        assert words in run("restore", str(tmp_path / "broken.db"), "--yes", code=2)
+    other = database.connect(str(tmp_path / "other.db"))
+    database.init(other, mode="live")
+    assert "live mode" in run("restore", str(tmp_path / "other.db"), "--yes", code=2)
+    assert deals.find(db, first)
 
 
 def test_a_deal_decided_otherwise_after_a_restore_still_cannot_be_paid_twice(run, db, outside, wallets, clock, tmp_path):
