@@ -185,10 +185,9 @@ def deals_group():
 def list_deals(state, limit, as_json):
     """List deals, newest first."""
     _, db, world = _open()
-    states = ["pending", "funded", "accepted", "delivered", "disputed"] if state == "open" else [state]
+    chosen = "due_at IS NOT NULL OR look_at IS NOT NULL AND state = 'pending'" if state == "open" else "state = :state"
     rows = db.execute(
-        "SELECT * FROM deals WHERE state IN (SELECT value FROM json_each(:states)) ORDER BY created_at DESC LIMIT :limit",
-        {"states": json.dumps(states), "limit": limit},
+        f"SELECT * FROM deals WHERE {chosen} ORDER BY created_at DESC LIMIT :limit", {"state": state, "limit": limit}
     ).fetchall()
     if as_json:
         return _print([deals.record(db, row, world.frame) for row in rows])
@@ -239,7 +238,7 @@ def disputes():
 def list_disputes(as_json):
     """List open disputes, the most urgent first."""
     _, db, world = _open()
-    rows = db.execute("SELECT * FROM deals WHERE state = 'disputed' ORDER BY decide_by").fetchall()
+    rows = db.execute("SELECT * FROM deals WHERE due_at IS NOT NULL AND state = 'disputed' ORDER BY decide_by").fetchall()
     if as_json:
         return _print([deals.record(db, row, world.frame) for row in rows])
     table(

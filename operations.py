@@ -39,8 +39,7 @@ def health(db, world):
     if db.execute("SELECT 1 FROM payments WHERE status = 'settled' AND reason IS NOT NULL LIMIT 1").fetchone():
         problems.append("the chain has lost a deposit")
     held = db.execute(
-        "SELECT count(*) AS n, coalesce(sum(price_units), 0) AS units FROM deals"
-        " WHERE state IN ('funded', 'accepted', 'delivered', 'disputed')"
+        "SELECT count(*) AS n, coalesce(sum(price_units), 0) AS units FROM deals WHERE due_at IS NOT NULL"
     ).fetchone()
     peers = _facilitators(world, now)
     if all(peer["state"] == "resting" for peer in peers):

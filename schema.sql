@@ -54,8 +54,6 @@ CREATE TABLE deals (
 ) STRICT;
 CREATE INDEX deals_due ON deals (due_at) WHERE due_at IS NOT NULL;
 CREATE INDEX deals_look ON deals (look_at) WHERE look_at IS NOT NULL;
-CREATE INDEX deals_open ON deals (state, created_at)
-  WHERE state IN ('pending', 'funded', 'accepted', 'delivered', 'disputed');
 
 CREATE TABLE deal_events (
   deal_id TEXT NOT NULL REFERENCES deals,

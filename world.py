@@ -17,6 +17,9 @@ import protocols
 import sandbox
 from settings import CHAIN_ID
 
+DECLARED_SECONDS = 10
+
+
 @dataclasses.dataclass(frozen=True)
 class World:
     """What the service needs from outside, chosen once, at start; a simulator brings its own."""
@@ -66,8 +69,22 @@ def build(settings, db, *, clock=time.time):
         counters=lambda: database.here(settings.database, limits.connect),
         receipt_key=receipt_key,
         clock=clock,
-        declares=lambda url: feed.declares(connect(), url),
+        declares=_remembered(lambda url: feed.declares(connect(), url), clock),
     )  # fmt: skip
+
+
+def _remembered(ask, clock):
+    """Return ``ask``, whose answers are good for a while: the feed learns something new every few minutes at most."""
+    known = {}
+
+    def answer(url):
+        value, until = known.get(url, (None, 0))
+        if not until - DECLARED_SECONDS <= clock() < until:
+            value = ask(url)
+            known[url] = value, clock() + DECLARED_SECONDS
+        return value
+
+    return answer
 
 
 def description(settings):
