@@ -1,15 +1,16 @@
 """The promises, written by hand from the design and not from the code: checked after every step and at the end."""
 
 import collections
-import sqlite3
 
 import chain
+import db as database
 import operations
 
 from .agents import service_due
 from .engine import Violation
 from .events import check_event
 
+sqlite3 = database.sqlite3
 SMALLEST = 10_000  # units under which nothing is sent back
 LEASE = 25 + 20  # seconds one worker holds a payment
 FREE = {400, 409, 410, 413, 422, 429, 500, 503}  # answers after which this call has moved no money
@@ -131,14 +132,14 @@ class Laws:
     def step(self):
         """Check every deal that has changed since the last step."""
         try:
-            rows = self.db.execute("SELECT * FROM deals").fetchall()
+            rows = self.db.execute("SELECT id, version, state, attempt FROM deals").fetchall()
         except sqlite3.OperationalError:  # a worker holds the lock in mid-commit; nothing new is committed
             self.sim.changed = True
             return
-        for deal in rows:
-            if self.states.get(deal["id"]) != (deal["version"], deal["state"], deal["attempt"]):
-                self._changed(deal)
-                self.states[deal["id"]] = deal["version"], deal["state"], deal["attempt"]
+        for deal_id, *stand in rows:
+            if self.states.get(deal_id) != stand:
+                self._changed(self.db.execute("SELECT * FROM deals WHERE id = ?", (deal_id,)).fetchone())
+                self.states[deal_id] = stand
 
     def _changed(self, deal):
         sim, seen = self.sim, self.events.get(deal["id"], 0)
@@ -251,9 +252,13 @@ class Laws:
         self._timely(task, record)
 
     def _refused(self, task, payment):
-        """A 402 makes a client pay again: never while the money of this very payment is in plain sight."""
+        """A 402 makes a client pay again: never while the money of this very payment is in plain sight.
+
+        What lands at a deal that has lapsed is given back by the sweep, and from then on may be asked for again.
+        """
         use, model = self.sim.chain.use(*payment.key), self.sim.chain
         early = use and use.payee == payment.authorization.to and model.time_of(use.block) < task.began - 100
+        early = early and model.balance(use.payee) >= use.units
         alive = payment.authorization.valid_before >= self.sim.clock() + 6
         if early and alive and not (self.clock_jumped or self.was_restored or task.stalled):
             self.broken("no 402 for a payment that has arrived", f"it landed in block {use.block}", task.deal)
@@ -358,9 +363,10 @@ class Laws:
             self.broken("everything reaches its end", str(open_ends[:4]), open_ends[0][0])
 
     def taken_away(self, deal_id):
-        """Whether the payment that funded this deal is no longer on the chain, and can land no more."""
+        """Whether the payment that funded this deal is no longer on the chain, and can land no more: expired or cancelled."""
         row = self.db.execute("SELECT * FROM payments WHERE deal_id = ? AND status = 'settled'", (deal_id,)).fetchone()
-        return row is not None and self.sim.chain.use(row["payer"], row["nonce"]) is None
+        use = row and self.sim.chain.use(row["payer"], row["nonce"])
+        return row is not None and (use is None or use.payee is None)
 
     def final(self):
         """Everything has come to its end: close the books to the unit."""

@@ -12,11 +12,11 @@ import transfers
 from deals import Refusal
 
 from . import agents
-from .engine import Job
+from .engine import FAVOUR, Job
 
 WEATHER = ("halt", "reorg", "pause", "blacklist", "power_cut", "clock_jump", "switch", "rotation", "restore")
-WEIGHTS = (4, 8, 2, 2, 3, 1, 1, 1, 0.4)
-CLIENTS = {agents.buyer.__code__, agents.party.__code__, agents.stray.__code__}
+WEIGHTS = (4, 8, 2, 3, 3, 1, 1, 1, 0.4)
+CLIENTS = {agents.buyer.__code__, agents.rival.__code__, agents.party.__code__, agents.stray.__code__}
 
 
 def enter(sim):
@@ -24,12 +24,12 @@ def enter(sim):
     for deal in sim.deals:
         start = deal.rng.uniform(0, 240)
         clients = [agents.buyer(sim, deal, deal.buyer), agents.party(sim, deal, "seller"), agents.party(sim, deal, "buyer")]
-        if sim.happens("rival", deal=deal.id, times=2):
-            sim.agent(agents.buyer(sim, deal, deal.rival), at=start + deal.rng.choice((0, 0, 0.5, 5, 400, 1000)))
+        if sim.drawn("rival", times=2):
+            sim.agent(agents.rival(sim, deal), at=start + deal.rng.choice((0, 0, 0.5, 5, 400, 1000)))
             sim.busy += 1
         if sim.happens("double_sign", deal=deal.id):  # a second process of the same buyer, at the same moment
             clients.append(agents.buyer(sim, deal, deal.buyer))
-        if sim.happens("stray_money", deal=deal.id):
+        if sim.drawn("stray_money"):
             clients.append(agents.stray(sim, deal))
         for client in clients:
             sim.agent(client, at=start)
@@ -76,19 +76,21 @@ def _sweeping(sim, limit=100):
 
 
 def judge(sim):
-    """Decide disputes, early, late or in the second of the deadline; decide some twice."""
+    """Decide disputes, early, late or in the second of the deadline; decide some twice, and leave some to the clock."""
     rng = sim.rng
     while True:
         yield rng.choice((30, 600, 7000)) + sim.quiet() * 0.2
         rows = sim.laws.db.execute("SELECT id, decide_by, amount_units FROM deals WHERE state = 'disputed'").fetchall()
+        rows = [row for row in rows if not sim.quarrels or chain.sha256(row["id"].encode())[0] % 5 > 1]
         if not rows or rng.random() < 0.5:
             continue
-        row = rng.choice(rows)
-        if rng.random() < 0.6:
-            yield max(0.0, row["decide_by"] - sim.clock() + rng.choice((-1, 0, 1)))
+        row, wait = rng.choice(rows), 0.0
+        if rng.random() < (0.1 if sim.quarrels else 0.6):
+            wait = max(0.0, row["decide_by"] - sim.clock() + rng.choice((-1, 0, 1)))
         outcome = rng.choice(("release", "refund", "split"))
         units = rng.choice((0, row["amount_units"], rng.randrange(row["amount_units"])))
-        yield Job(f"the operator decides: {outcome}", _decide(row["id"], outcome, units), deal=row["id"])
+        decision = Job(f"the operator decides: {outcome}", _decide(row["id"], outcome, units), deal=row["id"])
+        sim.agent(_once(decision), at=wait)
 
 
 def _decide(deal_id, outcome, units):
@@ -126,9 +128,11 @@ def weather(sim):
     """After each step, let something happen to the world now and then."""
     if sim.rng.random() >= 0.004 * sim.heat:
         return
-    kinds = [(kind, weight) for kind, weight in zip(WEATHER, WEIGHTS) if kind in sim.enabled]
+    kinds = {kind: weight for kind, weight in zip(WEATHER, WEIGHTS) if kind in sim.enabled}
+    if sim.favourite in kinds:
+        kinds[sim.favourite] += 2 * FAVOUR
     if kinds:
-        kind = sim.rng.choices([k for k, _ in kinds], [w for _, w in kinds])[0]
+        kind = sim.rng.choices(list(kinds), kinds.values())[0]
         globals()[f"_{kind}"](sim)
 
 
