@@ -243,9 +243,9 @@ def _when(sim, rng, record):
     due = service_due(record) - sim.skew
     left = due - sim.time
     draw = rng.random()
-    if draw < 0.65 or left <= 0:
+    if draw < (0.85 if sim.quarrels else 0.65) or left <= 0:
         yield rng.uniform(0.1, min(60, max(left, 0.2)))
-    elif draw < 0.75:
+    elif rng.random() < 0.3:
         yield left * rng.random()
     else:
         yield max(0.0, left + rng.choice((-1, -1, 0, 0, 0, 0.5, 1)))

@@ -16,7 +16,6 @@ from .engine import FAVOUR, Job
 
 WEATHER = ("halt", "reorg", "pause", "blacklist", "power_cut", "clock_jump", "switch", "rotation", "restore")
 WEIGHTS = (4, 8, 2, 3, 3, 1, 1, 1, 0.4)
-CLIENTS = {agents.buyer.__code__, agents.rival.__code__, agents.party.__code__, agents.stray.__code__}
 
 
 def enter(sim):
@@ -77,20 +76,27 @@ def _sweeping(sim, limit=100):
 
 def judge(sim):
     """Decide disputes, early, late or in the second of the deadline; decide some twice, and leave some to the clock."""
-    rng = sim.rng
+    rng, awaited = sim.rng, set()
     while True:
-        yield rng.choice((30, 600, 7000)) + sim.quiet() * 0.2
+        yield rng.choice((30, 300, 600) if sim.quarrels else (30, 600, 7000)) + sim.quiet() * 0.2
         rows = sim.laws.db.execute("SELECT id, decide_by, amount_units FROM deals WHERE state = 'disputed'").fetchall()
-        rows = [row for row in rows if not sim.quarrels or chain.sha256(row["id"].encode())[0] % 5 > 1]
-        if not rows or rng.random() < 0.5:
+        left = lambda row: row["id"] in awaited or sim.quarrels and chain.sha256(row["id"].encode())[0] % 5 < 2
+        rows = [row for row in rows if not left(row)]
+        if not rows or rng.random() < (0.1 if sim.quarrels else 0.5):
             continue
         row, wait = rng.choice(rows), 0.0
         if rng.random() < (0.1 if sim.quarrels else 0.6):
             wait = max(0.0, row["decide_by"] - sim.clock() + rng.choice((-1, 0, 1)))
+            awaited.add(row["id"])
         outcome = rng.choice(("release", "refund", "split"))
         units = rng.choice((0, row["amount_units"], rng.randrange(row["amount_units"])))
         decision = Job(f"the operator decides: {outcome}", _decide(row["id"], outcome, units), deal=row["id"])
-        sim.agent(_once(decision), at=wait)
+        sim.agent(_decision(decision), at=wait)
+        sim.busy += 1
+
+
+def _decision(job):
+    yield job
 
 
 def _decide(deal_id, outcome, units):
@@ -119,6 +125,10 @@ def _backup(sim, db):
     except Exception as error:
         if "locked" not in str(error):
             raise
+
+
+# Those for whom a seed waits before its faults stop.
+CLIENTS = {each.__code__ for each in (agents.buyer, agents.rival, agents.party, agents.stray, _decision)}
 
 
 # -- Weather --------------------------------------------------------------------------------------------------------
