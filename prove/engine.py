@@ -22,6 +22,7 @@ from .faults import FAULTS
 
 sqlite3 = database.sqlite3
 NOON = 1_790_000_000  # 2026-09-21T13:33:20Z
+JOURNAL = "WAL" if sqlite3.sqlite_version_info >= (3, 51, 3) else "MEMORY"  # as the service: see db.py
 FAVOUR = 3  # how much oftener a seed's favourite fault strikes
 SWITCH = {"statement": 0.04, "commit": 0.0, "foreign": 0.35}  # chance that the baton changes hands at a point
 
@@ -206,7 +207,7 @@ class Scheduler:
         db.row_factory = sqlite3.Row
         if factory is Connection:
             db.sim = self
-        for pragma in ("foreign_keys = ON", "journal_mode = MEMORY", "synchronous = OFF"):
+        for pragma in ("foreign_keys = ON", f"journal_mode = {JOURNAL}", "synchronous = OFF"):
             sqlite3.Connection.execute(db, f"PRAGMA {pragma}")
         return db
 

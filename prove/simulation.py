@@ -282,7 +282,7 @@ class Simulation(engine.Scheduler):
                 self.enabled = set()
                 self.stop()
                 self.laws.close()
-                for suffix in ("", ".counters", ".backup"):
+                for suffix in ("", "-wal", "-shm", ".counters", ".backup"):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(self.path + suffix)
 
