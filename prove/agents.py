@@ -101,9 +101,12 @@ def _asked(deal, payment, path, body, headers):
 def _sign(sim, deal, payer):
     """Ask for the quote and sign it; None when there is no quote to sign."""
     rng = deal.rng
+    if deal.quoted and deal.master != sim.master:  # it began under an earlier key: a new quote would be another deal's
+        return None
+    deal.quoted = True
     path = rng.choice(("/x402/deal", "/mpp/deal"))
     quote = yield Ask("POST", path, deal, payer.name, deal.body)
-    if quote is None or quote.status != 402:
+    if quote is None or quote.status != 402 or deal.master != sim.master:
         return None
     if "X-Svc-Invalid-Request" in quote.headers and not sim.happens("double_sign", deal=deal.id):
         return None  # the deal exists: do not sign
@@ -178,8 +181,8 @@ def _afterwards(sim, deal, payment):
 
 def stray(sim, deal):
     """Send money to a deposit as nobody asked: dust, a second price, by the buyer itself, early or late."""
-    yield deal.rng.choice((0, 10, 1000, 50_000, 700_000))
-    units = deal.rng.choice((1, 9_999, 10_000, deal.price))
+    yield deal.rng.choice((0, 10, 100, 300, 1000, 50_000, 700_000))
+    units, deal.quoted = deal.rng.choice((1, 9_999, 10_000, deal.price)), True
     sim.hit("stray_money", deal.id)
     sim.submit("transfer", deal.buyer.address, deal.deposit, units, by=deal.buyer.name, delay=0.0)
 

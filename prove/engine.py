@@ -154,9 +154,10 @@ class Scheduler:
         self.time, self.skew = float(NOON), 0.0  # true time, and how far the server's clock is off
         # Swarm testing: every seed goes without about half of the faults, so that each gets room to bite.
         swarm = {name for name in FAULTS if self.rng.random() < 0.5}
-        # And every seed has a favourite, by its number, so that each fault meets every move; every other seed has
-        # people who quarrel. The number of faults is odd: each is the favourite of both.
-        self.favourite, self.quarrels = list(FAULTS)[seed % len(FAULTS)], seed % 2 == 1
+        # And every seed has a favourite, by its number, so that each fault meets every move. In every other round of
+        # favourites, and in a round in every other seed, people quarrel.
+        round, place = divmod(seed, len(FAULTS))
+        self.favourite, self.quarrels = list(FAULTS)[place], (round + place) % 2 == 1
         self.enabled = swarm | {self.favourite} if faults is None else set(faults)
         self.heat = heat * self.rng.choice((0.5, 1.0, 1.0, 2.0))
         self.back = threading.Lock()

@@ -10,7 +10,7 @@ FAULTS = {
     "front_run": (0.15, "a third party submits the buyer's authorization first"),
     "cancelled": (0.08, "the payer cancels the authorization it has handed over"),
     "drained": (0.10, "the payer's money is gone by the time of settling"),
-    "stray_money": (0.15, "money reaches a deposit that nobody asked for"),
+    "stray_money": (0.20, "money reaches a deposit that nobody asked for"),
     "cashed": (0.15, "a party submits a published payout before the operator does, or the guarantee before its time"),
     "verify_fails": (0.10, "a facilitator gives no verdict"),
     "verify_lies": (0.10, "a facilitator gives the wrong verdict"),
@@ -38,6 +38,7 @@ FAULTS = {
     "two_sweeps": (0.30, "two sweeps run at once"),
     "no_sweep": (0.10, "nobody sweeps for hours"),
     "rotation": (0.006, "the challenge secret is rotated"),
+    "new_wallet": (0.003, "the operator starts a new wallet; what began before stays under its own"),
     "restore": (0.003, "an old backup is restored"),
 }
 

@@ -219,7 +219,8 @@ class Laws:
             self.broken("no request fails by our fault", f"{task.label}: {sim.log[-1:]}", task.deal)
         if b"cannot record anything" in answer.raw and not task.disk_failed:
             self.broken("the database works", f"{task.label}: {sim.log[-1:]}", task.deal)
-        if status in FREE and task.settled:
+        late = status == 410 and task.stalled and self.clock_jumped  # a day went by while it stood still, says the clock
+        if status in FREE and task.settled and not late:
             self.broken("a refusal charges nothing", f"{status} after settling {task.settled}", task.deal)
         if ask.payment is not None and ask.body == ask.deal.body:
             ask.payment.answers.append(status)
@@ -260,7 +261,7 @@ class Laws:
         """
         use, model = self.sim.chain.use(*payment.key), self.sim.chain
         early = use and use.payee == payment.authorization.to and model.time_of(use.block) < task.began - 100
-        early = early and model.balance(use.payee) >= use.units
+        early = early and use.block < model.number - 50 and model.balance(use.payee) >= use.units  # no node lags so far behind
         alive = payment.authorization.valid_before >= self.sim.clock() + 6
         if early and alive and not (self.clock_jumped or self.was_restored or task.stalled):
             self.broken("no 402 for a payment that has arrived", f"it landed in block {use.block}", task.deal)
@@ -475,11 +476,12 @@ class Laws:
             for deal in self.sim.deals:
                 if deal.secret.encode() in data:
                     self.broken("no secret is ever stored or logged", where, deal.id)
-                key = chain.deposit_key(self.sim.master, deal.terms.canonical)
+                key = chain.deposit_key(self.sim.wallets[deal.master], deal.terms.canonical)
                 if key in data or key.hex().encode() in data:
                     self.broken("no key is ever stored or logged", where, deal.id)
-            if self.sim.master in data or self.sim.master.hex().encode() in data:
-                self.broken("no key is ever stored or logged", where)
+            for secret in self.sim.wallets.values():
+                if secret in data or secret.hex().encode() in data:
+                    self.broken("no key is ever stored or logged", where)
 
     def _audit(self):
         """The operator's own audit agrees: silent when all is well."""

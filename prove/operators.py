@@ -1,5 +1,6 @@
 """The operator and the weather: sweeps, decisions, switches, backups; halts, reorganisations, deaths; and the calm."""
 
+import dataclasses
 import math
 import os
 import shutil
@@ -14,8 +15,8 @@ from deals import Refusal
 from . import agents
 from .engine import FAVOUR, Job
 
-WEATHER = ("halt", "reorg", "pause", "blacklist", "power_cut", "clock_jump", "switch", "rotation", "restore")
-WEIGHTS = (4, 8, 2, 3, 3, 1, 1, 1, 0.4)
+WEATHER = ("halt", "reorg", "pause", "blacklist", "power_cut", "clock_jump", "switch", "rotation", "new_wallet", "restore")
+WEIGHTS = (4, 8, 2, 5, 3, 1, 1, 1, 0.6, 0.4)
 
 
 def enter(sim):
@@ -203,6 +204,15 @@ def _rotation(sim):
     _restart(sim)
 
 
+def _new_wallet(sim):
+    """Put a new wallet before the others, as the operator does with ``init``: the sweep keeps them all."""
+    if len(sim.wallets) > 2:
+        return
+    sim.hit("new_wallet")
+    sim.begin_wallet()
+    _restart(sim)
+
+
 def _restart(sim):
     sim.kill()
     for process in (*sim.web, sim.office):
@@ -268,5 +278,8 @@ def _sweep(sim):
 def _recover(sim):
     """Return what lies at the deposits of terms that never became a deal, as their payers ask the operator."""
     for deal, payee in sim.laws.stranded():
-        sim.command("the operator recovers stray money",
-             lambda db, world: operations.recover(db, world, deal.terms, payee, act=True))  # fmt: skip
+        def work(db, world):
+            terminal = dataclasses.replace(world.terminal, master_key=deal.master)  # with the wallet it began under
+            operations.recover(db, dataclasses.replace(world, terminal=terminal), deal.terms, payee, act=True)
+
+        sim.command("the operator recovers stray money", work)

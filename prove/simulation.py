@@ -97,7 +97,7 @@ class Simulation(engine.Scheduler):
         self.chain = Chain(self.token, self.time)
         self.secrets = [chain.sha256(b"challenge secret 0")]
         self.purse, self.stranger = "0x" + "e5" * 20, parties.Party("a stranger", 7)
-        self.master, self.wallets = MASTER, {MASTER_KEY: MASTER}
+        self.master, self.wallets = MASTER_KEY, {MASTER_KEY: MASTER}  # the public key in use; all of them with their secrets
         self.treasury = chain.address_of(MASTER_KEY)
         db = self.connect()
         database.init(db, mode="live")
@@ -105,8 +105,7 @@ class Simulation(engine.Scheduler):
         db.close()
         limits.connect(self.path).close()
         self.deals = [parties.intend(index, seed, MASTER_KEY, _price) for index in range(count)]
-        self.by_id = {deal.id: deal for deal in self.deals}
-        self.by_deposit = {deal.deposit: deal.id for deal in self.deals}
+        self._index()
         self.hits = collections.defaultdict(set)  # deal id -> faults that have struck it
         self.cells = collections.Counter()  # (move, fault): how often it was made on a deal that the fault had struck
         self.moves = collections.Counter()
@@ -124,7 +123,7 @@ class Simulation(engine.Scheduler):
         return worlds.World(
             settings=settings,
             terminal=protocols.Terminal(
-                token=self.token, master_key=MASTER_KEY, mode="live", description="simulated",
+                token=self.token, master_key=self.master, mode="live", description="simulated",
                 secrets=self.challenge_secrets(),
             ),
             frame=deals.Frame("live", chain.checksum(self.token.address), configuration.CHAIN_ID),
@@ -136,6 +135,21 @@ class Simulation(engine.Scheduler):
             clock=self.clock,
             sleep=self.pause,
         )  # fmt: skip
+
+    def begin_wallet(self):
+        """Put a new master key to use; whatever nobody has asked a quote for begins under it."""
+        secret = chain.sha256(f"prove: wallet {len(self.wallets)}".encode())
+        self.master = coincurve.PublicKey.from_secret(secret).format()
+        self.wallets[self.master] = secret
+        for deal in self.deals:
+            if not deal.quoted:
+                deal.master, deal.id = self.master, deal.terms.deal_id(self.master)
+                deal.deposit = chain.deposit_address(self.master, deal.terms.canonical)
+        self._index()
+
+    def _index(self):
+        self.by_id = {deal.id: deal for deal in self.deals}
+        self.by_deposit = {deal.deposit: deal.id for deal in self.deals}
 
     def challenge_secrets(self):
         return tuple(self.secrets[-2:][::-1])
