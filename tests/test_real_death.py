@@ -70,8 +70,18 @@ class Patient:
 class Victims:
     """The service, gunicorn and the sweep, and somebody who kills them.
 
-    Gunicorn loads the application before it forks: a worker then dies at its work, and not while it imports.
+    Gunicorn loads the application before it forks, and so does what starts the sweep: whoever is killed dies at its
+    work, and not while it imports.
     """
+
+    NURSERY = """
+import os, eth_account, cli
+while True:
+    child = os.fork()
+    if child == 0:
+        cli.main(["sweep", "--watch", "0.05"])
+    os.waitpid(child, 0)
+"""
 
     def __init__(self, folder, settings, **environ):
         with socket.socket() as probe:
@@ -98,24 +108,24 @@ class Victims:
         if self.server is None or self.server.poll() is not None:
             self.server = self._start("-m", "gunicorn", "--preload", "--bind", f"127.0.0.1:{self.port}", "app:create_app()")
         if self.sweeper is None or self.sweeper.poll() is not None:
-            self.sweeper = self._start("cli.py", "sweep", "--watch", "0.05")
+            self.sweeper = self._start("-c", self.NURSERY)
 
-    def workers(self):
-        """Return the process ids of gunicorn's workers: the children of its master."""
-        path = pathlib.Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children")
+    def children(self, parent):
+        """Return the process ids of gunicorn's workers, or of the running sweep."""
+        path = pathlib.Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
     def kill_one(self, rng):
         """Kill a worker, the sweep, or now and then the server with all its workers. No warning, no clean-up."""
-        draw, workers = rng.random(), self.workers()
-        if draw < 0.8 and workers:
-            os.kill(rng.choice(workers), signal.SIGKILL)
-        elif draw < 0.98:
-            self.sweeper.kill()
-            self.sweeper.wait()
-        else:
+        if rng.random() < 0.02:
             os.killpg(self.server.pid, signal.SIGKILL)
             self.server.wait()
+        else:
+            there = self.children(self.server if rng.random() < 0.75 else self.sweeper)
+            try:
+                os.kill(rng.choice(there), signal.SIGKILL)
+            except (IndexError, ProcessLookupError):  # it is only just starting, or dead already
+                return
         self.kills += 1
 
     def suffer(self, people, rng, *, seconds, pause):
@@ -160,7 +170,7 @@ def buy(number, url, world, until, told):
         if quote.status_code != 402:
             continue
         headers = (buyer.x402 if turn % 2 else buyer.mpp)(quote)
-        for _ in range(100):
+        for _ in range(40):
             answer = client.post("/x402/deal", json=body, headers=headers)
             told.append((number, turn, answer.status_code))
             if answer.status_code == 200:
@@ -358,8 +368,9 @@ def test_official_clients_that_pay_on_a_chain_a_service_killed_hundreds_of_times
     rows = db.execute("SELECT * FROM deals").fetchall()
     ended = [row for row in rows if row["seller_units"] is not None]
     answers = collections.Counter(status for _, _, status in told)
-    print(f"{victims.kills} kills, {len(rows)} deals, {len(ended)} funded; answers to the clients: {dict(answers)}")
-    assert victims.kills >= 100
+    swept = (tmp_path / "log").read_text().count(" sweep: ")
+    print(f"{victims.kills} kills, {len(rows)} deals, {len(ended)} funded, {swept} sweeps to their end; to the clients: {dict(answers)}")
+    assert victims.kills >= 100 and swept
     assert len(ended) >= BUYERS
     check_the_chain(anvil, rows, people, minted)
     audit = subprocess.run([sys.executable, "cli.py", "audit"], cwd=ROOT, env=victims.environ, capture_output=True, text=True)
