@@ -254,7 +254,10 @@ def calm(sim):
     sim.chain.blacklist.clear()
     for name in operations.SWITCHES:
         database.set_meta(sim.laws.db, f"off:{name}", None)
+    pause = 4
     for turn in range(600):
+        if turn % 50 == 49 and any(sim.laws.taken_away(deal.id) for deal in sim.deals):
+            pause = 6 * 3600  # what a reorganisation took away is tried for ever: do not wait for each time
         _sweep(sim)
         if turn % 5 == 4:
             _recover(sim)
@@ -263,7 +266,7 @@ def calm(sim):
         if moment is None and not waiting and not sim.laws.stranded():
             return
         nearest = min([*waiting, *([moment - sim.skew] if moment is not None else [])], default=sim.time)
-        sim.advance(max(sim.time + 4, nearest))
+        sim.advance(max(sim.time + pause, nearest))
     open_ends = [tuple(row) for row in sim.laws.db.execute(
         "SELECT id, state, due_at, look_at FROM deals WHERE due_at IS NOT NULL OR look_at IS NOT NULL")]
     open_ends += [tuple(row) for row in sim.laws.db.execute(
