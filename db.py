@@ -57,7 +57,7 @@ def connect(path, *, durable=True):
         db.turnstile = open(f"{path}.turn", "a")
         db.door = _doors.setdefault(os.path.realpath(path), _Door())
     else:
-        db.execute("PRAGMA journal_mode = MEMORY")
+        db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'MEMORY'}")
         db.execute("PRAGMA synchronous = OFF")
     return db
 
@@ -96,7 +96,7 @@ def together(db, work):
     db.door.waiting.append(job)
     with _through_door(db, job):
         if not job.done:
-            _lead(db)
+            _lead(db, job)
     if job.error is not None:
         raise job.error
     return job.result
@@ -117,13 +117,14 @@ class _Job:
     done: bool = False
 
 
-def _lead(db):
-    """Do the work of all who wait, in one transaction."""
-    batch = []
-    while db.door.waiting:
-        batch.append(db.door.waiting.popleft())
+def _lead(db, own):
+    """Do the work of all who wait once the turn has come, in one transaction; ``own`` is one of them."""
+    batch = [own]
+    db.door.waiting.remove(own)
     try:
         with _begun(db):
+            while db.door.waiting:
+                batch.append(db.door.waiting.popleft())
             for job in batch:
                 _carry_out(db, job, alone=len(batch) == 1)
     except BaseException as error:

@@ -104,9 +104,8 @@ def _legs(db, world, wallets, limit, counts):
 
 def _leg(db, world, wallets, row, is_deep, has_landed, counts):
     """Take one leg one step further. What the chain shows comes before anything that is sent."""
-    if not _take_turn(db, world, row):
-        return
-    if row["leg"] == "fee" and _parties_open(db, row["deal_id"]):
+    waits = row["leg"] == "fee" and _parties_open(db, row["deal_id"])  # before the turn: who pays them now wakes the next
+    if not _take_turn(db, world, row) or waits:
         return
     if row["status"] == "due":
         row = _sign(db, world, wallets, row, counts)

@@ -5,6 +5,7 @@
 
 import calendar
 import dataclasses
+import functools
 import json
 import time
 
@@ -35,7 +36,7 @@ class Answer:
     headers: dict
     raw: bytes
 
-    @property
+    @functools.cached_property
     def json(self):
         return json.loads(self.raw)
 
@@ -83,6 +84,12 @@ def buyer(sim, deal, payer):
         yield rng.choice((0.5, 3.0, 20.0, 90.0))
 
 
+def rival(sim, deal):
+    """Pay for terms that are somebody else's."""
+    sim.hit("rival", deal.id)
+    yield from buyer(sim, deal, deal.rival)
+
+
 def _paid(deal, payment):
     return _asked(deal, payment, payment.path, deal.body, payment.headers)
 
@@ -94,9 +101,12 @@ def _asked(deal, payment, path, body, headers):
 def _sign(sim, deal, payer):
     """Ask for the quote and sign it; None when there is no quote to sign."""
     rng = deal.rng
+    if deal.quoted and deal.master != sim.master:  # it began under an earlier key: a new quote would be another deal's
+        return None
+    deal.quoted = True
     path = rng.choice(("/x402/deal", "/mpp/deal"))
     quote = yield Ask("POST", path, deal, payer.name, deal.body)
-    if quote is None or quote.status != 402:
+    if quote is None or quote.status != 402 or deal.master != sim.master:
         return None
     if "X-Svc-Invalid-Request" in quote.headers and not sim.happens("double_sign", deal=deal.id):
         return None  # the deal exists: do not sign
@@ -171,16 +181,21 @@ def _afterwards(sim, deal, payment):
 
 def stray(sim, deal):
     """Send money to a deposit as nobody asked: dust, a second price, by the buyer itself, early or late."""
-    yield deal.rng.choice((0, 10, 1000, 50_000, 700_000))
-    units = deal.rng.choice((1, 9_999, 10_000, deal.price))
+    yield deal.rng.choice((0, 10, 100, 300, 1000, 50_000, 700_000))
+    units, deal.quoted = deal.rng.choice((1, 9_999, 10_000, deal.price)), True
+    sim.hit("stray_money", deal.id)
     sim.submit("transfer", deal.buyer.address, deal.deposit, units, by=deal.buyer.name, delay=0.0)
 
 
 # -- Dealing ------------------------------------------------------------------------------------------------------
 
-MOODS = {
+MOODS = {  # what a party likes to do, and how much
     "seller": ((None, 2), ("accept", 8), ("deliver", 10), ("refund", 1), ("split", 2), ("statement", 3)),
     "buyer": ((None, 3), ("confirm", 2), ("cancel", 0.5), ("dispute", 7), ("split", 2)),
+}
+QUARRELS = {  # the same in the seeds whose people quarrel
+    "seller": ((None, 8), ("accept", 40), ("deliver", 40), ("refund", 0.2), ("split", 0.8), ("statement", 5)),
+    "buyer": ((None, 8), ("confirm", 0.2), ("cancel", 0.1), ("dispute", 40), ("split", 0.8)),
 }
 
 
@@ -191,9 +206,11 @@ def party(sim, deal, role):
     if rng.random() < 0.12:
         return
     yield rng.uniform(3, 200)
-    for _ in range(12):
+    for _ in range(20 if sim.quarrels else 12):
         answer = yield Ask("GET", f"/v1/deals/{deal.id}", deal, who.name)
         if answer is None or answer.status != 200 or answer.json["state"] in ("pending", "lapsed"):
+            if answer is not None and answer.status == 200 and sim.happens("wrong_proof", deal=deal.id):
+                yield _wrong(sim, deal, role, "accept" if role == "seller" else "cancel", {})
             yield rng.choice((5, 60, 1000))
             continue
         record = answer.json
@@ -203,24 +220,24 @@ def party(sim, deal, role):
             return
         if record["refund_guarantee"] and sim.happens("cashed", deal=deal.id):  # long before its time: it must fail
             sim.submit("authorization", *sim.read_check(record["refund_guarantee"]), by=who.name, delay=0.0)
-        action = _choose(rng, record, role)
+        action = _choose(rng, record, role, (QUARRELS if sim.quarrels else MOODS)[role])
         if action is None:
-            yield rng.choice((60, 300, 1000, 3000, 40_000))
+            yield rng.choice((60, 300, 600, 1000, 3000) if sim.quarrels else (60, 300, 1000, 3000, 40_000))
             continue
         yield from _when(sim, rng, record)
-        ask = _action(sim, deal, who, role, action)
+        ask = _action(sim, deal, who, role, action, record["offers"])
         answer = yield ask
         if answer is None or rng.random() < 0.1:
             yield rng.choice((0, 2, 30))
             yield ask  # safe to repeat
 
 
-def _choose(rng, record, role):
+def _choose(rng, record, role, moods):
     """Pick what this party would like to do now; now and then something the state does not allow."""
     if rng.random() < 0.05:
-        return rng.choice(MOODS[role][1:])[0]
+        return rng.choice(moods[1:])[0]
     allowed = {None} | {entry["action"] for entry in record["actions"] if entry["by"] == role}
-    moods = [(action, weight) for action, weight in MOODS[role] if action in allowed]
+    moods = [(action, weight) for action, weight in moods if action in allowed]
     return rng.choices([action for action, _ in moods], [weight for _, weight in moods])[0]
 
 
@@ -229,9 +246,9 @@ def _when(sim, rng, record):
     due = service_due(record) - sim.skew
     left = due - sim.time
     draw = rng.random()
-    if draw < 0.65 or left <= 0:
+    if draw < (0.85 if sim.quarrels else 0.65) or left <= 0:
         yield rng.uniform(0.1, min(60, max(left, 0.2)))
-    elif draw < 0.75:
+    elif rng.random() < 0.3:
         yield left * rng.random()
     else:
         yield max(0.0, left + rng.choice((-1, -1, 0, 0, 0, 0.5, 1)))
@@ -249,16 +266,18 @@ FIELDS = {
 }
 
 
-def _action(sim, deal, who, role, action):
+def _action(sim, deal, who, role, action, offers):
     """Build the request of an action with its proof; sometimes a wrong, borrowed or replayed one."""
     rng = deal.rng
     fields = FIELDS.get(action, lambda rng: {})(rng)
     if action == "split":
+        offered = offers["buyer" if role == "seller" else "seller"]
         fields = {"seller_usd": rng.choice(("0", service_deals.usd(deal.terms.amount_units), "0.25"))}
+        if offered and rng.random() < 0.5:
+            fields = {"seller_usd": offered}
     path = f"/v1/deals/{deal.id}/{action}"
     if sim.happens("wrong_proof", deal=deal.id):
-        body = _wrong(sim, deal, role, action, fields)
-        return Ask("POST", path, deal, "a stranger", body, proved=False)
+        return _wrong(sim, deal, role, action, fields)
     if role == "buyer" and rng.random() < 0.7:
         body = {**fields, "secret": deal.secret}
     else:
@@ -268,6 +287,12 @@ def _action(sim, deal, who, role, action):
 
 
 def _wrong(sim, deal, role, action, fields):
+    """Build the request of somebody who must not get through."""
+    body = _wrongly_proved(sim, deal, role, action, fields)
+    return Ask("POST", f"/v1/deals/{deal.id}/{action}", deal, "a stranger", body, proved=False)
+
+
+def _wrongly_proved(sim, deal, role, action, fields):
     rng, service = deal.rng, sim.settings.service_name
     owner = deal.seller if role == "seller" else (sim.laws.funder(deal) or deal.buyer)
     other = deal.buyer if role == "seller" else deal.seller

@@ -71,7 +71,7 @@ def _campaign(options):
     began, faults = time.time(), _faults(options)
     seeds = range(options.first, options.first + max(1, -(-options.deals // options.count)))
     total, figures = collections.Counter(), {"faults": collections.Counter(), "moves": collections.Counter()}
-    cells, broken = set(), []
+    cells, broken = collections.Counter(), []
     with folder() as where, multiprocessing.get_context("fork").Pool(options.processes) as pool:
         jobs = ((seed, where, options.count, faults, began + options.seconds) for seed in seeds)
         for done, result in enumerate(pool.imap_unordered(_work, jobs), 1):
@@ -82,7 +82,7 @@ def _campaign(options):
             total.update({name: result[name] for name in ("deals", "steps", "deaths", "unattributed")})
             for name, counter in figures.items():
                 counter.update(result[name])
-            cells |= result["cells"]
+            cells.update(result["cells"])
             if result["broken"]:
                 broken.append(result)
         _report(total, figures, cells, time.time() - began, len(seeds))
@@ -127,10 +127,12 @@ def _report(total, figures, cells, seconds, wanted):
 
 
 def _coverage(cells):
-    """Print which moves were made on deals that each fault had struck before."""
-    missing = {move: [fault for fault in FAULTS if (move, fault) not in cells | IMPOSSIBLE] for move in LAW}
-    whole = len(LAW) * len(FAULTS) - len(IMPOSSIBLE)
-    print(f"\ncoverage of moves x faults: {whole - sum(map(len, missing.values()))} of {whole}")
+    """Print which moves were made on deals that each fault had struck before, and which pair is nearest to being missed."""
+    pairs = [(move, fault) for move in LAW for fault in FAULTS if (move, fault) not in IMPOSSIBLE]
+    missing = {move: [fault for m, fault in pairs if m == move and not cells[move, fault]] for move in LAW}
+    least = min(pairs, key=lambda pair: cells[pair])
+    print(f"\ncoverage of moves x faults: {sum(pair in cells for pair in pairs)} of {len(pairs)}")
+    print(f"  covered least: {least[0]} on deals that {least[1]} had struck, {cells[least]} times")
     for move, faults in missing.items():
         if faults:
             print(f"  {move} has not yet followed: {', '.join(faults)}")

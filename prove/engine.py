@@ -22,6 +22,8 @@ from db import sqlite3
 from .faults import FAULTS
 
 NOON = 1_790_000_000  # 2026-09-21T13:33:20Z
+JOURNAL = "WAL" if sqlite3.sqlite_version_info >= (3, 51, 3) else "MEMORY"  # as the service: see db.py
+FAVOUR = 3  # how much oftener a seed's favourite fault strikes
 SWITCH = {"statement": 0.04, "commit": 0.0, "foreign": 0.35}  # chance that the baton changes hands at a point
 
 
@@ -50,9 +52,10 @@ class Connection(database.Connection):
             self.sim.point("commit", self)
         elif not self.in_transaction:
             self.sim.point("statement", self, writes=not sql.startswith("SELECT"))
-        if not sql.startswith("SELECT"):
+        done = super().execute(sql, parameters)
+        if not self.in_transaction and not sql.startswith("SELECT"):
             self.sim.changed = True
-        return super().execute(sql, parameters)
+        return done
 
 
 class Counters(database.Connection):
@@ -151,7 +154,11 @@ class Scheduler:
         self.time, self.skew = float(NOON), 0.0  # true time, and how far the server's clock is off
         # Swarm testing: every seed goes without about half of the faults, so that each gets room to bite.
         swarm = {name for name in FAULTS if self.rng.random() < 0.5}
-        self.enabled = swarm if faults is None else set(faults)
+        # And every seed has a favourite, by its number, so that each fault meets every move. In every other round of
+        # favourites, and in a round in every other seed, people quarrel.
+        round, place = divmod(seed, len(FAULTS))
+        self.favourite, self.quarrels = list(FAULTS)[place], (round + place) % 2 == 1
+        self.enabled = swarm | {self.favourite} if faults is None else set(faults)
         self.heat = heat * self.rng.choice((0.5, 1.0, 1.0, 2.0))
         self.back = threading.Lock()
         self.back.acquire()
@@ -166,10 +173,17 @@ class Scheduler:
 
     def happens(self, fault, *, deal=None, times=1.0):
         """Draw whether a fault strikes on this occasion; it is counted, told and remembered for the coverage."""
-        if fault not in self.enabled or self.rng.random() >= FAULTS[fault][0] * self.heat * times:
+        if not self.drawn(fault, times):
             return False
         self.hit(fault, deal)
         return True
+
+    def drawn(self, fault, times=1.0):
+        """Draw whether a fault is to strike later; whoever lets it strike then calls :meth:`hit`."""
+        if fault not in self.enabled:
+            return False
+        times *= FAVOUR if fault == self.favourite else 1
+        return self.rng.random() < FAULTS[fault][0] * self.heat * times
 
     def hit(self, fault, deal=None):
         self.faults[fault] += 1
@@ -194,7 +208,7 @@ class Scheduler:
         db.row_factory = sqlite3.Row
         if factory is Connection:
             db.sim = self
-        for pragma in ("foreign_keys = ON", "journal_mode = MEMORY", "synchronous = OFF"):
+        for pragma in ("foreign_keys = ON", f"journal_mode = {JOURNAL}", "synchronous = OFF"):
             sqlite3.Connection.execute(db, f"PRAGMA {pragma}")
         return db
 

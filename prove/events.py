@@ -97,7 +97,8 @@ def _check_lapsed(laws, deal):
     if row is None:  # entered by the operator's recover
         return
     use = model.use(*key)
-    if use and use.payee == deal["deposit_address"] and use.block < model.number - 50 and not laws.was_restored:
+    there = use and use.payee == deal["deposit_address"] and model.balance(use.payee) >= use.units  # and not given back
+    if there and use.block < model.number - 50 and not laws.was_restored:
         laws.broken("no lapse while the money is there", f"landed in block {use.block} of {model.number}", deal["id"])
     dead = use is not None or model.time_of(model.number) > row["valid_before"]
     if not dead and laws.doubts[key] and not laws.was_restored:  # a restored backup has forgotten its doubts

@@ -1,8 +1,11 @@
 """The promises, written by hand from the design and not from the code: checked after every step and at the end."""
 
 import collections
+import glob
+import pathlib
 
 import chain
+import db as database
 import operations
 from db import sqlite3
 
@@ -131,14 +134,14 @@ class Laws:
     def step(self):
         """Check every deal that has changed since the last step."""
         try:
-            rows = self.db.execute("SELECT * FROM deals").fetchall()
+            rows = self.db.execute("SELECT id, version, state, attempt FROM deals").fetchall()
         except sqlite3.OperationalError:  # a worker holds the lock in mid-commit; nothing new is committed
             self.sim.changed = True
             return
-        for deal in rows:
-            if self.states.get(deal["id"]) != (deal["version"], deal["state"], deal["attempt"]):
-                self._changed(deal)
-                self.states[deal["id"]] = deal["version"], deal["state"], deal["attempt"]
+        for deal_id, *stand in rows:
+            if self.states.get(deal_id) != stand:
+                self._changed(self.db.execute("SELECT * FROM deals WHERE id = ?", (deal_id,)).fetchone())
+                self.states[deal_id] = stand
 
     def _changed(self, deal):
         sim, seen = self.sim, self.events.get(deal["id"], 0)
@@ -216,7 +219,8 @@ class Laws:
             self.broken("no request fails by our fault", f"{task.label}: {sim.log[-1:]}", task.deal)
         if b"cannot record anything" in answer.raw and not task.disk_failed:
             self.broken("the database works", f"{task.label}: {sim.log[-1:]}", task.deal)
-        if status in FREE and task.settled:
+        late = status == 410 and task.stalled and self.clock_jumped  # a day went by while it stood still, says the clock
+        if status in FREE and task.settled and not late:
             self.broken("a refusal charges nothing", f"{status} after settling {task.settled}", task.deal)
         if ask.payment is not None and ask.body == ask.deal.body:
             ask.payment.answers.append(status)
@@ -251,9 +255,13 @@ class Laws:
         self._timely(task, record)
 
     def _refused(self, task, payment):
-        """A 402 makes a client pay again: never while the money of this very payment is in plain sight."""
+        """A 402 makes a client pay again: never while the money of this very payment is in plain sight.
+
+        What lands at a deal that has lapsed is given back by the sweep, and from then on may be asked for again.
+        """
         use, model = self.sim.chain.use(*payment.key), self.sim.chain
         early = use and use.payee == payment.authorization.to and model.time_of(use.block) < task.began - 100
+        early = early and use.block < model.number - 50 and model.balance(use.payee) >= use.units  # no node lags so far behind
         alive = payment.authorization.valid_before >= self.sim.clock() + 6
         if early and alive and not (self.clock_jumped or self.was_restored or task.stalled):
             self.broken("no 402 for a payment that has arrived", f"it landed in block {use.block}", task.deal)
@@ -358,9 +366,10 @@ class Laws:
             self.broken("everything reaches its end", str(open_ends[:4]), open_ends[0][0])
 
     def taken_away(self, deal_id):
-        """Whether the payment that funded this deal is no longer on the chain, and can land no more."""
+        """Whether the payment that funded this deal is no longer on the chain, and can land no more: expired or cancelled."""
         row = self.db.execute("SELECT * FROM payments WHERE deal_id = ? AND status = 'settled'", (deal_id,)).fetchone()
-        return row is not None and self.sim.chain.use(row["payer"], row["nonce"]) is None
+        use = row and self.sim.chain.use(row["payer"], row["nonce"])
+        return row is not None and (use is None or use.payee is None)
 
     def final(self):
         """Everything has come to its end: close the books to the unit."""
@@ -461,18 +470,18 @@ class Laws:
                     self.db.execute("ROLLBACK")
 
     def _nothing_leaked(self):
-        with open(self.sim.path, "rb") as file:
-            stored = file.read()
+        stored = b"".join(pathlib.Path(path).read_bytes() for path in glob.glob(f"{self.sim.path}*"))
         told = ("\n".join(self.sim.log) + self.sim.noise.getvalue()).encode()
         for where, data in (("the database", stored), ("the logs", told)):
             for deal in self.sim.deals:
                 if deal.secret.encode() in data:
                     self.broken("no secret is ever stored or logged", where, deal.id)
-                key = chain.deposit_key(self.sim.master, deal.terms.canonical)
+                key = chain.deposit_key(self.sim.wallets[deal.master], deal.terms.canonical)
                 if key in data or key.hex().encode() in data:
                     self.broken("no key is ever stored or logged", where, deal.id)
-            if self.sim.master in data or self.sim.master.hex().encode() in data:
-                self.broken("no key is ever stored or logged", where)
+            for secret in self.sim.wallets.values():
+                if secret in data or secret.hex().encode() in data:
+                    self.broken("no key is ever stored or logged", where)
 
     def _audit(self):
         """The operator's own audit agrees: silent when all is well."""

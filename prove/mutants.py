@@ -91,7 +91,7 @@ ALL = (
     Mutant("the seller gets the price", "deals.py", '("seller", deal["seller_address"], seller)', '("seller", deal["seller_address"], seller and deal["price_units"])', ""),
     Mutant("a split gives the buyer everything", "deals.py", 'deal["amount_units"] - seller)', 'deal["amount_units"] * (seller < deal["amount_units"]))', ""),
     Mutant("a leg's nonce depends on the time", "deals.py", '"valid_before": now + LEG_LIFE, "nonce": leg_nonce(deal_id, leg)', '"valid_before": now + LEG_LIFE, "nonce": leg_nonce(deal_id, f"{leg}{now}")', ""),
-    Mutant("the fee goes first", "transfers.py", '    if row["leg"] == "fee" and _parties_open(db, row["deal_id"]):\n        return\n', "", ""),
+    Mutant("the fee goes first", "transfers.py", '    waits = row["leg"] == "fee" and _parties_open(db, row["deal_id"])', "    waits = False", ""),
     Mutant("what is owed is surplus", "transfers.py", '    if _open_legs(db, deal["id"]):\n        _look_again(db, deal, None)', '    if False:\n        _look_again(db, deal, None)', "two_sweeps",
            also=("transfers.py", '        if _open_legs(db, deal["id"]) or not _look_again', "        if not _look_again")),
     Mutant("surplus to the seller", "transfers.py", 'f"surplus-{number + 1}", deal["buyer_address"]', 'f"surplus-{number + 1}", deal["seller_address"]', "false_refusal,hoarded,slow_block"),

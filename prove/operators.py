@@ -1,5 +1,6 @@
 """The operator and the weather: sweeps, decisions, switches, backups; halts, reorganisations, deaths; and the calm."""
 
+import dataclasses
 import math
 import os
 import shutil
@@ -12,11 +13,10 @@ import transfers
 from deals import Refusal
 
 from . import agents
-from .engine import Job
+from .engine import FAVOUR, Job
 
-WEATHER = ("halt", "reorg", "pause", "blacklist", "power_cut", "clock_jump", "switch", "rotation", "restore")
-WEIGHTS = (4, 8, 2, 2, 3, 1, 1, 1, 0.4)
-CLIENTS = {agents.buyer.__code__, agents.party.__code__, agents.stray.__code__}
+WEATHER = ("halt", "reorg", "pause", "blacklist", "power_cut", "clock_jump", "switch", "rotation", "new_wallet", "restore")
+WEIGHTS = (4, 8, 2, 5, 3, 1, 1, 1, 0.6, 0.4)
 
 
 def enter(sim):
@@ -24,12 +24,12 @@ def enter(sim):
     for deal in sim.deals:
         start = deal.rng.uniform(0, 240)
         clients = [agents.buyer(sim, deal, deal.buyer), agents.party(sim, deal, "seller"), agents.party(sim, deal, "buyer")]
-        if sim.happens("rival", deal=deal.id, times=2):
-            sim.agent(agents.buyer(sim, deal, deal.rival), at=start + deal.rng.choice((0, 0, 0.5, 5, 400, 1000)))
+        if sim.drawn("rival", times=2):
+            sim.agent(agents.rival(sim, deal), at=start + deal.rng.choice((0, 0, 0.5, 5, 400, 1000)))
             sim.busy += 1
         if sim.happens("double_sign", deal=deal.id):  # a second process of the same buyer, at the same moment
             clients.append(agents.buyer(sim, deal, deal.buyer))
-        if sim.happens("stray_money", deal=deal.id):
+        if sim.drawn("stray_money"):
             clients.append(agents.stray(sim, deal))
         for client in clients:
             sim.agent(client, at=start)
@@ -76,19 +76,28 @@ def _sweeping(sim, limit=100):
 
 
 def judge(sim):
-    """Decide disputes, early, late or in the second of the deadline; decide some twice."""
-    rng = sim.rng
+    """Decide disputes, early, late or in the second of the deadline; decide some twice, and leave some to the clock."""
+    rng, awaited = sim.rng, set()
     while True:
-        yield rng.choice((30, 600, 7000)) + sim.quiet() * 0.2
+        yield rng.choice((30, 300, 600) if sim.quarrels else (30, 600, 7000)) + sim.quiet() * 0.2
         rows = sim.laws.db.execute("SELECT id, decide_by, amount_units FROM deals WHERE state = 'disputed'").fetchall()
-        if not rows or rng.random() < 0.5:
+        left = lambda row: row["id"] in awaited or sim.quarrels and chain.sha256(row["id"].encode())[0] % 5 < 2
+        rows = [row for row in rows if not left(row)]
+        if not rows or rng.random() < (0.1 if sim.quarrels else 0.5):
             continue
-        row = rng.choice(rows)
-        if rng.random() < 0.6:
-            yield max(0.0, row["decide_by"] - sim.clock() + rng.choice((-1, 0, 1)))
+        row, wait = rng.choice(rows), 0.0
+        if rng.random() < (0.1 if sim.quarrels else 0.6):
+            wait = max(0.0, row["decide_by"] - sim.clock() + rng.choice((-1, 0, 1)))
+            awaited.add(row["id"])
         outcome = rng.choice(("release", "refund", "split"))
         units = rng.choice((0, row["amount_units"], rng.randrange(row["amount_units"])))
-        yield Job(f"the operator decides: {outcome}", _decide(row["id"], outcome, units), deal=row["id"])
+        decision = Job(f"the operator decides: {outcome}", _decide(row["id"], outcome, units), deal=row["id"])
+        sim.agent(_decision(decision), at=wait)
+        sim.busy += 1
+
+
+def _decision(job):
+    yield job
 
 
 def _decide(deal_id, outcome, units):
@@ -119,6 +128,10 @@ def _backup(sim, db):
             raise
 
 
+# Those for whom a seed waits before its faults stop.
+CLIENTS = {each.__code__ for each in (agents.buyer, agents.rival, agents.party, agents.stray, _decision)}
+
+
 # -- Weather --------------------------------------------------------------------------------------------------------
 
 
@@ -126,9 +139,11 @@ def weather(sim):
     """After each step, let something happen to the world now and then."""
     if sim.rng.random() >= 0.004 * sim.heat:
         return
-    kinds = [(kind, weight) for kind, weight in zip(WEATHER, WEIGHTS) if kind in sim.enabled]
+    kinds = {kind: weight for kind, weight in zip(WEATHER, WEIGHTS) if kind in sim.enabled}
+    if sim.favourite in kinds:
+        kinds[sim.favourite] += 2 * FAVOUR
     if kinds:
-        kind = sim.rng.choices([k for k, _ in kinds], [w for _, w in kinds])[0]
+        kind = sim.rng.choices(list(kinds), kinds.values())[0]
         globals()[f"_{kind}"](sim)
 
 
@@ -189,6 +204,15 @@ def _rotation(sim):
     _restart(sim)
 
 
+def _new_wallet(sim):
+    """Put a new wallet before the others, as the operator does with ``init``: the sweep keeps them all."""
+    if len(sim.wallets) > 2:
+        return
+    sim.hit("new_wallet")
+    sim.begin_wallet()
+    _restart(sim)
+
+
 def _restart(sim):
     sim.kill()
     for process in (*sim.web, sim.office):
@@ -230,7 +254,10 @@ def calm(sim):
     sim.chain.blacklist.clear()
     for name in operations.SWITCHES:
         database.set_meta(sim.laws.db, f"off:{name}", None)
+    pause = 4
     for turn in range(600):
+        if turn % 50 == 49 and any(sim.laws.taken_away(deal.id) for deal in sim.deals):
+            pause = 6 * 3600  # what a reorganisation took away is tried for ever: do not wait for each time
         _sweep(sim)
         if turn % 5 == 4:
             _recover(sim)
@@ -239,7 +266,7 @@ def calm(sim):
         if moment is None and not waiting and not sim.laws.stranded():
             return
         nearest = min([*waiting, *([moment - sim.skew] if moment is not None else [])], default=sim.time)
-        sim.advance(max(sim.time + 4, nearest))
+        sim.advance(max(sim.time + pause, nearest))
     open_ends = [tuple(row) for row in sim.laws.db.execute(
         "SELECT id, state, due_at, look_at FROM deals WHERE due_at IS NOT NULL OR look_at IS NOT NULL")]
     open_ends += [tuple(row) for row in sim.laws.db.execute(
@@ -254,5 +281,8 @@ def _sweep(sim):
 def _recover(sim):
     """Return what lies at the deposits of terms that never became a deal, as their payers ask the operator."""
     for deal, payee in sim.laws.stranded():
-        sim.command("the operator recovers stray money",
-             lambda db, world: operations.recover(db, world, deal.terms, payee, act=True))  # fmt: skip
+        def work(db, world):
+            terminal = dataclasses.replace(world.terminal, master_key=deal.master)  # with the wallet it began under
+            operations.recover(db, dataclasses.replace(world, terminal=terminal), deal.terms, payee, act=True)
+
+        sim.command("the operator recovers stray money", work)

@@ -69,6 +69,8 @@ class Deal:
     id: str
     deposit: str
     price: int
+    master: bytes  # the public master key it is under
+    quoted: bool = False  # from here on it stays under this key, whatever wallets the operator makes
     payments: list = dataclasses.field(default_factory=list)
 
 
@@ -97,7 +99,7 @@ def intend(index, seed, master_key, price_units):
     terms = deals.terms(body)
     return Deal(
         index, rng, buyer, rival, seller, secret, body, terms, terms.deal_id(master_key),
-        chain.deposit_address(master_key, terms.canonical), price_units(terms.amount_units),
+        chain.deposit_address(master_key, terms.canonical), price_units(terms.amount_units), master_key,
     )  # fmt: skip
 
 

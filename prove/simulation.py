@@ -2,10 +2,13 @@
 
 import collections
 import contextlib
+import functools
 import io
+import json
 import os
 
 import coincurve
+from werkzeug.datastructures import Headers
 
 import app as application
 import chain
@@ -23,27 +26,62 @@ from .engine import Task, Violation, Worker
 from .laws import Laws
 from .peers import Peer
 
+chain.keccak = functools.lru_cache(1 << 15)(chain.keccak)  # slow, pure, and asked the same again and again by every law
 MASTER = chain.sha256(b"prove: the operator's master key")
 RECEIPT = chain.sha256(b"prove: the receipt key")
 MASTER_KEY = coincurve.PublicKey.from_secret(MASTER).format()
 MOST_STEPS = 60_000
+ENVIRON = {
+    "SERVER_NAME": "deals.test", "SERVER_PORT": "443", "HTTP_HOST": "deals.test", "SERVER_PROTOCOL": "HTTP/1.1",
+    "SCRIPT_NAME": "", "QUERY_STRING": "", "CONTENT_TYPE": "application/json", "wsgi.version": (1, 0),
+    "wsgi.url_scheme": "https", "wsgi.multithread": True, "wsgi.multiprocess": True, "wsgi.run_once": False,
+}  # fmt: skip
+
+
+class Socket:
+    """A world to plug worlds into: an application is built upon it once, and then serves one seed after the other.
+
+    Compiling its routes takes as long as a third of a seed's life. Of what happens it keeps nothing itself.
+    """
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+
+SERVERS = {}  # number of a web process -> its application and the socket under it
 
 
 class Process:
-    """One process of the service: its own application and record cache over the shared files."""
+    """One process of the service: its own world and record cache over the shared files."""
 
-    def __init__(self, sim, *, serves):
-        self.sim, self.serves, self.world = sim, serves, None
+    def __init__(self, sim, number=None):
+        self.sim, self.number = sim, number
         self.boot()
 
     def boot(self):
-        """Start, or start again after a death: nothing in memory survives (and the records are all there is)."""
-        if self.world and self.world.terminal.secrets == self.sim.challenge_secrets():
-            self.world.records.clear()
-            return
+        """Start, or start again after a death: nothing in memory survives."""
         self.world = self.sim.make_world()
-        if self.serves:
-            self.client = application.create_app(world=self.world).test_client(use_cookies=False)
+
+    def serve(self, ask, address):
+        """Answer one request as a WSGI server has it answered."""
+        if self.number not in SERVERS:
+            socket = Socket()
+            socket.world = self.world
+            SERVERS[self.number] = application.create_app(world=socket), socket
+        app, socket = SERVERS[self.number]
+        socket.world = self.world
+        body = b"" if ask.body is None else json.dumps(ask.body).encode()
+        environ = {**ENVIRON, "REQUEST_METHOD": ask.method, "PATH_INFO": ask.path, "REMOTE_ADDR": address,
+                   "CONTENT_LENGTH": str(len(body)), "wsgi.input": io.BytesIO(body), "wsgi.errors": self.sim.noise}  # fmt: skip
+        for name, value in ask.headers.items():
+            environ[f"HTTP_{name.upper().replace('-', '_')}"] = value
+        told = []
+        chunks = app(environ, lambda status, headers, error=None: told.extend((status, headers)))
+        try:
+            raw = b"".join(chunks)
+        finally:
+            getattr(chunks, "close", bool)()
+        return agents.Answer(int(told[0][:3]), Headers(told[1]), raw)
 
 
 class Simulation(engine.Scheduler):
@@ -59,7 +97,7 @@ class Simulation(engine.Scheduler):
         self.chain = Chain(self.token, self.time)
         self.secrets = [chain.sha256(b"challenge secret 0")]
         self.purse, self.stranger = "0x" + "e5" * 20, parties.Party("a stranger", 7)
-        self.master, self.wallets = MASTER, {MASTER_KEY: MASTER}
+        self.master, self.wallets = MASTER_KEY, {MASTER_KEY: MASTER}  # the public key in use; all of them with their secrets
         self.treasury = chain.address_of(MASTER_KEY)
         db = self.connect()
         database.init(db, mode="live")
@@ -67,15 +105,14 @@ class Simulation(engine.Scheduler):
         db.close()
         limits.connect(self.path).close()
         self.deals = [parties.intend(index, seed, MASTER_KEY, _price) for index in range(count)]
-        self.by_id = {deal.id: deal for deal in self.deals}
-        self.by_deposit = {deal.deposit: deal.id for deal in self.deals}
+        self._index()
         self.hits = collections.defaultdict(set)  # deal id -> faults that have struck it
-        self.cells = set()  # (move, fault): the move was made on a deal that the fault had struck
+        self.cells = collections.Counter()  # (move, fault): how often it was made on a deal that the fault had struck
         self.moves = collections.Counter()
         self.laws = Laws(self)
         self.chain.told = self.laws.landed
-        self.web = [Process(self, serves=True), Process(self, serves=True)]
-        self.office = Process(self, serves=False)
+        self.web = [Process(self, 1), Process(self, 2)]
+        self.office = Process(self)
         self.workers = [Worker(self, process) for process in (*self.web, *self.web, self.office, self.office, self.office)]
         self.busy, self.asked_at = 0, self.time
         self._fund_people()
@@ -86,7 +123,7 @@ class Simulation(engine.Scheduler):
         return worlds.World(
             settings=settings,
             terminal=protocols.Terminal(
-                token=self.token, master_key=MASTER_KEY, mode="live", description="simulated",
+                token=self.token, master_key=self.master, mode="live", description="simulated",
                 secrets=self.challenge_secrets(),
             ),
             frame=deals.Frame("live", chain.checksum(self.token.address), configuration.CHAIN_ID),
@@ -98,6 +135,21 @@ class Simulation(engine.Scheduler):
             clock=self.clock,
             sleep=self.pause,
         )  # fmt: skip
+
+    def begin_wallet(self):
+        """Put a new master key to use; whatever nobody has asked a quote for begins under it."""
+        secret = chain.sha256(f"prove: wallet {len(self.wallets)}".encode())
+        self.master = coincurve.PublicKey.from_secret(secret).format()
+        self.wallets[self.master] = secret
+        for deal in self.deals:
+            if not deal.quoted:
+                deal.master, deal.id = self.master, deal.terms.deal_id(self.master)
+                deal.deposit = chain.deposit_address(self.master, deal.terms.canonical)
+        self._index()
+
+    def _index(self):
+        self.by_id = {deal.id: deal for deal in self.deals}
+        self.by_deposit = {deal.deposit: deal.id for deal in self.deals}
 
     def challenge_secrets(self):
         return tuple(self.secrets[-2:][::-1])
@@ -164,15 +216,8 @@ class Simulation(engine.Scheduler):
 
     def _ask(self, generator, ask):
         process, self.asked_at = self.rng.choice(self.web), self.time
-
-        def work(worker):
-            response = process.client.open(
-                ask.path, method=ask.method, json=ask.body, headers=ask.headers, base_url=parties.HOST,
-                environ_base={"REMOTE_ADDR": f"10.0.{ask.deal.index}.{1 + (ask.by == 'a stranger')}"},
-            )  # fmt: skip
-            return agents.Answer(response.status_code, response.headers, response.data)
-
-        task = Task(f"{ask.by}: {ask.method} {ask.path}", work, deal=ask.deal.id)
+        address = f"10.0.{ask.deal.index}.{1 + (ask.by == 'a stranger')}"
+        task = Task(f"{ask.by}: {ask.method} {ask.path}", lambda worker: process.serve(ask, address), deal=ask.deal.id)
         task.generator, task.ask = generator, ask
         task.began = self.clock()
         if not self.start(task, process):
@@ -251,7 +296,7 @@ class Simulation(engine.Scheduler):
                 self.enabled = set()
                 self.stop()
                 self.laws.close()
-                for suffix in ("", ".counters", ".backup"):
+                for suffix in ("", "-wal", "-shm", ".counters", ".backup"):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(self.path + suffix)
 

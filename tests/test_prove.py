@@ -1,12 +1,13 @@
 """The simulator itself: it is deterministic, it finds nothing in the code as it is, and it notices every guard that goes."""
 
+import collections
 import os
 import re
 import subprocess
 import sys
 
 import deals
-from prove import cli, mutants
+from prove import cli, engine, mutants
 from prove.events import LAW
 from prove.faults import FAULTS
 
@@ -79,3 +80,18 @@ def test_the_hard_won_list_points_to_tests_that_exist():
     assert len(named) > 30
     for file, name in named:
         assert f"def {name}(" in (mutants.HERE / "tests" / file).read_text(), f"{file}::{name}"
+
+
+def test_every_fault_is_the_favourite_of_people_who_quarrel_and_of_people_who_do_not(tmp_path):
+    seen = set()
+    for seed in range(2 * len(FAULTS)):
+        scheduler = engine.Scheduler(seed, str(tmp_path))
+        assert scheduler.favourite in scheduler.enabled
+        seen.add((scheduler.favourite, scheduler.quarrels))
+    assert seen == {(fault, quarrels) for fault in FAULTS for quarrels in (True, False)}
+
+
+def test_the_report_names_the_pair_that_is_covered_least(capsys):
+    cells = {(move, fault): 9 for move in LAW for fault in FAULTS}
+    cli._coverage(collections.Counter({**cells, ("split", "halt"): 2, ("pay", "cashed"): 0}))
+    assert "681 of 681\n  covered least: split on deals that halt had struck, 2 times" in capsys.readouterr().out

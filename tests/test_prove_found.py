@@ -161,3 +161,30 @@ def test_a_worker_that_slept_through_its_lease_never_ends_what_another_has_sent(
     assert settlement.settle(db, unreachable, stale, deposit, send=True)["status"] == "unknown"
     assert deals.find(db, stale["deal_id"])["state"] == "pending"
     assert db.execute("SELECT lease_until FROM payments").fetchone()["lease_until"] == world.now() + 45
+
+
+def test_a_fee_whose_parties_are_paid_while_a_sweep_holds_its_turn_is_sent_by_the_next_one_alone(
+    db, world, buyer, seller, wallets, monkeypatch
+):
+    deal_id = buyer.deal(seller)
+    buyer.reveal(deal_id, "cancel")
+    db.execute("UPDATE transfers SET next_at = next_at + 60 WHERE leg = 'buyer'")  # in another sweep's hands
+    take_turn, sent = transfers._take_turn, []
+
+    def meanwhile(db, world, row):
+        taken = take_turn(db, world, row)
+        if row["leg"] == "fee" and not sent:
+            leg = db.execute(
+                "SELECT t.*, d.master_key, d.terms, d.deposit_address FROM transfers t JOIN deals d ON d.id = t.deal_id"
+                " WHERE leg = 'buyer'"
+            ).fetchone()
+            leg = transfers._sign(db, world, wallets, leg, transfers.Counts())
+            transfers._confirm(db, world, leg, transfers.Counts())
+        return taken
+
+    monkeypatch.setattr(transfers, "_take_turn", meanwhile)
+    monkeypatch.setattr(transfers, "_send", lambda db, world, row, counts: sent.append(row["leg"]))
+    transfers.sweep(db, world, wallets)
+    assert sent == []
+    transfers.sweep(db, world, wallets)
+    assert sent == ["fee"]
