@@ -30,8 +30,8 @@ import db as database  # noqa: E402
 import settings as configuration  # noqa: E402
 from db import sqlite3  # noqa: E402
 
-ROUNDS = 7
-QUOTES, PAYMENTS, READS = 800, 300, 1500
+ROUNDS = 9
+QUOTES, PAYMENTS, READS = 3000, 600, 5000
 TOKEN = chain.Token(configuration.USDC_ON_BASE, "USD Coin", "2", configuration.CHAIN_ID)
 BUYER = secrets.token_bytes(32)
 PAYER = chain.address_of(coincurve.PublicKey.from_secret(BUYER).format())
