@@ -1,7 +1,6 @@
 """What the parties do with a deal: prove who they are, then move it. The same code serves HTTP and MCP."""
 
 import hmac
-import json
 
 import chain
 import db as database
@@ -74,7 +73,7 @@ def rendered(db, world, deal):
             record = deals.record(db, deal, world.frame)
         if len(world.records) >= 4096:
             world.records.clear()
-        body = json.dumps(record, separators=(",", ":")).encode()
+        body = chain.compact(record)
         found = world.records[deal["id"], deal["version"]] = body, f'"{chain.sha256(body).hex()[:32]}"'
     return found
 

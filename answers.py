@@ -1,7 +1,6 @@
 """Between Flask and the rest: where a request came in, what it brought, and the shapes that answers take."""
 
 import functools
-import json
 import re
 
 from flask import Response, request
@@ -53,7 +52,7 @@ class Ready(Response):
 
 def respond(value, status=200, headers=None):
     """Return a JSON response from a value or from ready bytes."""
-    body = value if isinstance(value, bytes) else chain.compact(value).encode()
+    body = value if isinstance(value, bytes) else chain.compact(value)
     return Ready(body, status, headers, content_type="application/json")
 
 

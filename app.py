@@ -21,8 +21,8 @@ import spec
 import targets
 import world as worlds
 from answers import BODY_CAP, base_url, body_bytes, client, conditional, connection, json_body, paid_call, respond, too_large
-from deals import Refusal
 from db import sqlite3
+from deals import Refusal
 
 ALLOWED = (
     "Content-Type, Authorization, PAYMENT-SIGNATURE, Idempotency-Key, If-None-Match, MCP-Protocol-Version, Mcp-Method, Mcp-Name"

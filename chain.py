@@ -11,6 +11,7 @@ import json
 import re
 
 import coincurve
+import orjson
 from eth_hash.auto import keccak
 
 import exchange
@@ -37,13 +38,18 @@ def sha256(data):
 # -- JSON ---------------------------------------------------------------------------------------------------
 
 
-compact = json.JSONEncoder(separators=(",", ":")).encode  # to text; a call of json.dumps makes an encoder each time
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
+_ascii = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def compact(value):
+    """Serialise JSON to ASCII bytes without spaces: some clients read the base64 in a header byte by byte."""
+    data = orjson.dumps(value)
+    return data if data.isascii() else _ascii(value).encode()
 
 
 def canonical(value):
     """Serialise JSON per RFC 8785; only for values without floats and with ASCII keys, which is all we sign."""
-    return _canonical(value).encode()
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def read_json(data):

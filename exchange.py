@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import functools
-import json
 import re
 import select
 import socket
@@ -15,6 +14,7 @@ import zlib
 
 import certifi
 import httptools
+import orjson
 
 CONNECT_SECONDS = 5.0
 CAP = 1 << 20  # bytes of an answer that are read at most
@@ -43,7 +43,7 @@ def post_json(url, body, *, seconds, authorization="", again=False):
     meantime is worth one more try. Raises Unreachable or NoAnswer.
     """
     route = _route(url, authorization)
-    data = json.dumps(body, separators=(",", ":")).encode()
+    data = orjson.dumps(body)
     deadline = time.monotonic() + seconds
     try:
         return _post(route, data, deadline)
@@ -196,7 +196,7 @@ def _json(body):
     """Parse an answer whatever its status was; anything but an object or a list is no answer at all."""
     try:
         text = body.decode()
-        value = None if too_deep(text) else json.loads(text)
+        value = None if too_deep(text) else orjson.loads(text)
     except ValueError:
         return None
     return value if isinstance(value, (dict, list)) else None

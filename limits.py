@@ -11,8 +11,8 @@ import os
 import zlib
 
 import db as database
-from deals import Refusal
 from db import sqlite3
+from deals import Refusal
 
 SLOT_SECONDS = 90  # a slot whose worker died without a trace is free again after this
 PROOFS, PROOF_SECONDS = 10, 60

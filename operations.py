@@ -6,8 +6,8 @@ import chain
 import db as database
 import deals
 import limits
-from deals import Refusal
 from db import sqlite3
+from deals import Refusal
 
 SWEEP_OVERDUE = 900  # seconds without a sweep, while something waits for one, that are an incident
 STUCK = 3600  # seconds after which a transfer that should have landed is an incident

@@ -18,9 +18,9 @@ import operations
 import spec
 import tools
 from answers import Headers, add_headers, base_url, body_bytes, client, connection, json_body, respond
+from db import sqlite3
 from deals import Refusal
 from express import Express
-from db import sqlite3
 
 # What may run in a page of ours: nothing; its one style sheet stands in it.
 PAGE_POLICY = "default-src 'none'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; style-src "

@@ -1,9 +1,10 @@
 """The paid call: quote, check, verify, claim, then settlement.py. Every answer of the paid endpoint is made here."""
 
 import dataclasses
-import json
 import logging
 from typing import NamedTuple
+
+import orjson
 
 import chain
 import db as database
@@ -12,9 +13,9 @@ import limits
 import protocols
 import settlement
 import spec
+from db import sqlite3
 from deals import Refusal
 from facilitators import MENDABLE
-from db import sqlite3
 
 NONCE_TAKEN = "The authorization's nonce belongs to the payment of another deal; sign with a fresh nonce."
 log = logging.getLogger(__name__)
@@ -317,7 +318,7 @@ def _other_payment(db, world, deal, payment, *, now):
     with database.transaction(db):
         deals.apply_due(db, deal["id"], now=now, treasury=world.treasury)
         deal = deals.find(db, deal["id"])
-        body = json.dumps([deals.record(db, deal, world.frame)]).encode()
+        body = chain.compact([deals.record(db, deal, world.frame)])
         row = db.execute(
             "SELECT * FROM payments WHERE deal_id = :id AND status = 'settled'", {"id": deal["id"]}
         ).fetchone()
@@ -328,10 +329,10 @@ def _stored(world, own, *, now):
     expires = own["settled_at"] + world.settings.answer_hours * 3600
     if own["answer_body"] is None or now >= expires:
         raise Refusal(
-            "expired", "The stored answer to this payment has expired; nothing was charged. The deal is still there.",
+            "expired", "The stored answer to this payment has expired; the deal is still there. Do not pay again.",
             deal_id=own["deal_id"],
         )  # fmt: skip
-    return Answer(200, json.loads(own["answer_headers"]), own["answer_body"])
+    return Answer(200, orjson.loads(own["answer_headers"]), own["answer_body"])
 
 
 def _in_progress():
@@ -351,7 +352,7 @@ def pending_answer(deal_id):
         " same payment.",
         "poll": path,
     }
-    return Answer(202, {"Location": path, "Retry-After": str(settlement.LOOK_EVERY)}, json.dumps(body).encode())
+    return Answer(202, {"Location": path, "Retry-After": str(settlement.LOOK_EVERY)}, chain.compact(body))
 
 
 # -- Verify and claim ---------------------------------------------------------------------------------------

@@ -70,10 +70,10 @@ class Terminal:
 
     @functools.cached_property
     def fixed_extensions(self):
-        """How every quote ends: the schema of its deal, and the extensions that are always the same, as JSON text."""
+        """How every quote ends: the schema of its deal, and the extensions that are always the same, as JSON."""
         identifier = {"info": {"required": False}, "schema": IDENTIFIER_SCHEMA}
         others = chain.compact({"payment-identifier": identifier, **self.extensions})
-        return f',"schema":{chain.compact(DEAL_SCHEMA)}}},{others[1:]}}}'
+        return b',"schema":%b},%b}' % (chain.compact(DEAL_SCHEMA), others[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def quote(terminal, offer, *, now):
         "extensions": {"deal": {"info": deal}},
     }
     # The rest of the extensions is long and never changes: its text goes in before the last three braces.
-    body = (chain.compact(required)[:-3] + terminal.fixed_extensions).encode()
+    body = chain.compact(required)[:-3] + terminal.fixed_extensions
     headers = {
         "PAYMENT-REQUIRED": base64.b64encode(body).decode(),
         "WWW-Authenticate": challenge(terminal, offer, now=now),
@@ -386,7 +386,7 @@ def success_headers(terminal, protocol, *, transaction, payer, challenge_id, set
             "payer": chain.checksum(payer),
             "extensions": {"offer-receipt": {"info": {"receipt": receipt}}},
         }
-        return {"PAYMENT-RESPONSE": base64.b64encode(chain.compact(settled).encode()).decode()}
+        return {"PAYMENT-RESPONSE": base64.b64encode(chain.compact(settled)).decode()}
     receipt = {
         "status": "success",
         "method": "evm",
@@ -407,4 +407,4 @@ def failure_headers(terminal, *, payer, reason):
         "network": f"eip155:{terminal.token.chain_id}",
         "payer": chain.checksum(payer),
     }
-    return {"PAYMENT-RESPONSE": base64.b64encode(chain.compact(failed).encode()).decode()}
+    return {"PAYMENT-RESPONSE": base64.b64encode(chain.compact(failed)).decode()}

@@ -5,7 +5,6 @@ facilitator says is never proof: a deal is funded when the chain shows this paye
 and the deposit holding the price. "Unknown" is an outcome of its own, and never "failed".
 """
 
-import json
 
 import chain
 import db as database
@@ -141,14 +140,13 @@ def fund(db, world, payment, transaction):
         if deal is None:
             return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
         record = deals.record(db, deal, world.frame, payment=paid)
-        return db.execute(
+        answer = {"answer_headers": chain.compact(headers).decode(), "answer_body": chain.compact([record])}
+        db.execute(
             "UPDATE payments SET status = 'settled', settled_at = :now, transaction_hash = :hash, lease_until = 0,"
-            " reason = NULL, answer_headers = :headers, answer_body = :body WHERE id = :id RETURNING *",
-            {
-                "id": payment["id"], "now": now, "hash": transaction, "headers": json.dumps(headers),
-                "body": chain.compact([record]).encode(),
-            },
-        ).fetchone()  # fmt: skip
+            " reason = NULL, answer_headers = :answer_headers, answer_body = :answer_body WHERE id = :id",
+            {"id": payment["id"], "now": now, "hash": transaction, **answer},
+        )
+        return {**paid, **answer, "status": "settled"}
 
     return database.together(db, commit)
 

@@ -11,9 +11,9 @@ import operations
 import payments
 import sandbox
 import transfers
+from db import sqlite3
 from facilitators import Outcome, Verdict
 from parties import SECRET, Buyer, Scripted, Seller, balance, nonce
-from db import sqlite3
 
 FATES = [
     {}, {}, {}, {"outcome": Outcome("unknown", reason="no answer")},

@@ -1,6 +1,7 @@
 """The unpaid half of the paid call: what the quote says, and bodies that start no deal."""
 
 import base64
+import dataclasses
 import hashlib
 import io
 import json
@@ -10,6 +11,7 @@ import pytest
 from eth_account import Account
 
 import chain
+import deals
 import payments
 from deals import Refusal
 from parties import SECRET, balance, error, files
@@ -273,3 +275,14 @@ def test_a_chunked_body_without_a_length_is_not_read_past_the_limit(client):
     answer = client.post("/x402/deal", content_type="application/json", environ_overrides=chunked)
     assert error(answer) == (413, "body_too_large")
     assert endless.given <= 2 * 65536
+
+
+@pytest.mark.parametrize("ref", [None, "order 7", 'a "quoted" \\ one', "ü\u2028\x01</script>", "\U0001f4b0"])
+@pytest.mark.parametrize("instant", [True, False])
+def test_the_terms_are_written_as_rfc_8785_and_the_id_as_base32(ref, instant):
+    terms = deals.Terms(20_000_000, SELLER, "ab" * 32, 24, 48, instant, ref)
+    fields = {field.name: getattr(terms, field.name) for field in dataclasses.fields(terms)}
+    as_published = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert terms.canonical == as_published == chain.canonical(fields)
+    digest = hashlib.sha256(b"deal" + b"M" * 33 + hashlib.sha256(terms.canonical).digest()).digest()
+    assert terms.deal_id(b"M" * 33) == "deal_" + base64.b32encode(digest[:16]).decode().rstrip("=").lower()
