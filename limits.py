@@ -8,6 +8,7 @@ import functools
 import ipaddress
 import math
 import os
+import time
 import zlib
 
 import db as database
@@ -62,16 +63,21 @@ def _open_part(path):
 
 
 def _open(path, tables):
-    try:
-        counters = database.connect(path, durable=False)
-        counters.executescript(tables)
-    except sqlite3.DatabaseError:
-        # It may be lost, and a crash may have torn it: start anew rather than refuse paying customers.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        counters = database.connect(path, durable=False)
-        counters.executescript(tables)
-    return counters
+    deadline = time.monotonic() + database.BUSY_SECONDS
+    while True:
+        try:
+            counters = database.connect(path, durable=False)
+            counters.executescript(tables)
+            return counters
+        except sqlite3.OperationalError:  # others are making the file at this moment, or the disk is full
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        except sqlite3.DatabaseError:
+            # It may be lost, and a crash may have torn it: start anew rather than refuse paying customers.
+            for part in (path, f"{path}-wal", f"{path}-shm"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(part)
 
 
 @contextlib.contextmanager
@@ -212,41 +218,47 @@ def free_headers(left, reset):
 def usable(counters, url, *, now):
     """Whether a facilitator may be called: its circuit is closed, or this call is the one probe of its rest's end.
 
-    Returns "" for no, "well" while nothing is known against it, or "troubled".
+    Returns "" for no, "well" while nothing is known against it, or "troubled". Like what follows it fails never: a
+    payment under way must not stop half-way because of a mere counter.
     """
-    row = counters.execute("SELECT failures, open_until FROM circuits WHERE url = :url", {"url": url}).fetchone()
-    if row is None:
+    try:
+        row = counters.execute("SELECT failures, open_until FROM circuits WHERE url = :url", {"url": url}).fetchone()
+        if row is None:
+            return "well"
+        if row["open_until"] == 0:
+            return "troubled"
+        if now < row["open_until"]:
+            return ""
+        probe = counters.execute(
+            "UPDATE circuits SET open_until = :until WHERE url = :url AND open_until = :seen",
+            {"url": url, "until": now + REST_SECONDS, "seen": row["open_until"]},
+        )
+        return "troubled" if probe.rowcount == 1 else ""
+    except sqlite3.Error:
         return "well"
-    if row["open_until"] == 0:
-        return "troubled"
-    if now < row["open_until"]:
-        return ""
-    probe = counters.execute(
-        "UPDATE circuits SET open_until = :until WHERE url = :url AND open_until = :seen",
-        {"url": url, "until": now + REST_SECONDS, "seen": row["open_until"]},
-    )
-    return "troubled" if probe.rowcount == 1 else ""
 
 
 def failed(counters, url, reason, *, now):
     """Count a failure; too many of them in a short time open the circuit."""
-    counters.execute(
-        "INSERT INTO circuits (url, failures, since, open_until, reason) VALUES (:url, 1, :now, 0, :reason)"
-        " ON CONFLICT (url) DO UPDATE SET reason = :reason,"
-        " failures = CASE WHEN since > :now - :window THEN failures + 1 ELSE 1 END,"
-        " since = CASE WHEN since > :now - :window THEN since ELSE :now END",
-        {"url": url, "now": now, "reason": reason[:200], "window": FAILURE_SECONDS},
-    )
-    counters.execute(
-        "UPDATE circuits SET open_until = :until WHERE url = :url AND failures >= :most AND open_until = 0",
-        {"url": url, "until": now + REST_SECONDS, "most": FAILURES},
-    )
+    with contextlib.suppress(sqlite3.Error):
+        counters.execute(
+            "INSERT INTO circuits (url, failures, since, open_until, reason) VALUES (:url, 1, :now, 0, :reason)"
+            " ON CONFLICT (url) DO UPDATE SET reason = :reason,"
+            " failures = CASE WHEN since > :now - :window THEN failures + 1 ELSE 1 END,"
+            " since = CASE WHEN since > :now - :window THEN since ELSE :now END",
+            {"url": url, "now": now, "reason": reason[:200], "window": FAILURE_SECONDS},
+        )
+        counters.execute(
+            "UPDATE circuits SET open_until = :until WHERE url = :url AND failures >= :most AND open_until = 0",
+            {"url": url, "until": now + REST_SECONDS, "most": FAILURES},
+        )
 
 
 def worked(counters, url, state):
     """Close the circuit after a success of a facilitator that was in this ``state``; costs nothing while all is well."""
     if state == "troubled":
-        counters.execute("DELETE FROM circuits WHERE url = :url", {"url": url})
+        with contextlib.suppress(sqlite3.Error):
+            counters.execute("DELETE FROM circuits WHERE url = :url", {"url": url})
 
 
 def circuits(counters):
