@@ -103,7 +103,8 @@ def _refused(payment, outcome):
 
 def _look(world, authorization, payment, *, hint, patient):
     """Ask the chain whether the money is there; several times over some seconds when it may be on its way."""
-    since, waited = payment["claimed_at"] - LOOK_BACK, 0.0
+    # By the chain's clock, not by ours alone: a worker may have stood still for long before it made the claim.
+    since, waited = min(payment["claimed_at"], payment["valid_before"] - protocols.MAX_AHEAD) - LOOK_BACK, 0.0
     for pause in LOOK_AFTER if patient else LOOK_AFTER[:1]:
         if waited + pause > world.settings.chain_patience:
             break

@@ -188,3 +188,22 @@ def test_a_fee_whose_parties_are_paid_while_a_sweep_holds_its_turn_is_sent_by_th
     assert sent == []
     transfers.sweep(db, world, wallets)
     assert sent == ["fee"]
+
+
+def test_a_claim_that_a_stalled_worker_made_late_still_finds_what_landed_long_before(db, world, client, clock, buyer, seller):
+    body = buyer.request(seller)
+    payment = buyer.x402(buyer.quote(body))
+    silent = types.SimpleNamespace(url="silent", verify=world.facilitators[0].verify, settle=lambda *_, **__: Outcome("unknown"))
+    slow = application.create_app(world=dataclasses.replace(world, facilitators=(silent,))).test_client()
+    assert slow.post("/x402/deal", json=body, headers=payment).status_code == 202
+    landed = clock()
+    clock.sleep(4_000)  # an hour after it had expired
+    db.execute("UPDATE payments SET status = 'claimed', claimed_at = :now, lease_until = :now + 45", {"now": world.now()})
+    row = db.execute("SELECT p.*, d.deposit_address FROM payments p JOIN deals d ON d.id = p.deal_id").fetchone()
+
+    def found(authorization, *, since, hint=None):
+        return authorization.value, "0x" + "ab" * 32 if since <= landed else None
+
+    ledger = types.SimpleNamespace(payment=found, head=world.ledger.head, used=lambda *_, **__: [True], balance=world.ledger.balance)
+    late = dataclasses.replace(world, ledger=ledger)
+    assert settlement.settle(db, late, row, row["deposit_address"], send=False)["status"] == "settled"
