@@ -69,6 +69,11 @@ def _preflight(response):
 
 
 def _add_errors(app, world):
+    @app.before_request
+    def raised_before():
+        if "deals.error" in request.environ:  # by express.py
+            raise request.environ["deals.error"]
+
     @app.errorhandler(Refusal)
     def refused(refusal):
         page = f"/docs/errors/{refusal.code}"
@@ -113,8 +118,6 @@ def _add_deals(app, world):
     @app.route("/x402/deal", methods=["GET", "POST"])
     @app.route("/mpp/deal", methods=["GET", "POST"], endpoint="mpp_deal")
     def deal():
-        if "deals.error" in request.environ:
-            raise request.environ["deals.error"]
         body = body_bytes() if request.method == "POST" else b""
         answer = payments.create(connection(world), world, paid_call(world, request.environ, body))
         return respond(answer.body, answer.status, answer.headers)

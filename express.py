@@ -7,6 +7,7 @@ words for it.
 import io
 
 import actions
+import deals
 import deprecations
 import payments
 from answers import BODY_CAP, connection, paid_call
@@ -20,7 +21,8 @@ class Express:
     """WSGI middleware before the ``application`` that knows all the rest.
 
     ``headers`` go with every answer, ``for_pages`` only with those to the scripts of a web page: browsers, unlike
-    agents, say with Origin that they ask for one.
+    agents, say with Origin that they ask for one. What an answer raises goes to the application in the environment,
+    as ``deals.error``, to be said there: a call that has begun is never begun again.
     """
 
     def __init__(self, application, world, *, headers, for_pages):
@@ -28,14 +30,10 @@ class Express:
         self.always, self.for_pages = headers, [*headers, *for_pages]
 
     def __call__(self, environ, start_response):
-        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
-        found = None
-        if deprecations.DEPRECATIONS:  # their headers are Flask's business
-            pass
-        elif method == "POST" and path in PAID:
-            found = self._deal_call(environ)
-        elif method == "GET" and path.startswith(DEALS):
-            found = self._deal_read(environ, path[len(DEALS) :])
+        try:
+            found = None if deprecations.DEPRECATIONS else self._answer(environ)  # their headers are Flask's business
+        except Exception as error:
+            environ["deals.error"], found = error, None
         if found is None:
             return self.application(environ, start_response)
         status, headers, body = found
@@ -43,32 +41,32 @@ class Express:
         start_response(status, [*headers.items(), ("Content-Length", str(len(body))), *more])
         return [body]
 
-    def _deal_call(self, environ):
-        """Return (status, headers, body) of a call with a body of known length, or None: then Flask answers it.
+    def _answer(self, environ):
+        """Return (status, headers, body), or None: then it is not for us."""
+        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+        if method == "POST" and path in PAID:
+            return self._deal_call(environ)
+        if method == "GET" and path.startswith(DEALS) and deals.DEAL_ID.fullmatch(path, len(DEALS)):
+            return self._deal_read(environ, path[len(DEALS) :])
+        return None
 
-        A call that has begun to be answered is not begun again: what was raised goes with it.
-        """
+    def _deal_call(self, environ):
+        """Answer a call whose body has a known length."""
         length = environ.get("CONTENT_LENGTH") or ""
         if not (length.isdecimal() and len(length) < 9 and int(length) <= BODY_CAP) or "HTTP_TRANSFER_ENCODING" in environ:
             return None
-        body = environ["wsgi.input"].read(int(length))
+        try:
+            body = environ["wsgi.input"].read(int(length))
+        except OSError:  # the client has gone; Flask will notice it too
+            return None
         environ["wsgi.input"] = io.BytesIO(body)
         if len(body) < int(length):
             return None
-        try:
-            call = paid_call(self.world, environ, body)
-            answer = payments.create(connection(self.world), self.world, call)
-        except Exception as error:
-            environ["deals.error"] = error
-            return None
+        answer = payments.create(connection(self.world), self.world, paid_call(self.world, environ, body))
         return STATUS[answer.status], answer.headers, answer.body
 
     def _deal_read(self, environ, deal_id):
-        """Return (status, headers, body) of a deal's record, or None. Reading it twice does no harm."""
         if "HTTP_IF_NONE_MATCH" in environ:
             return None
-        try:
-            body, etag = actions.read(connection(self.world), self.world, deal_id)
-        except Exception:
-            return None
+        body, etag = actions.read(connection(self.world), self.world, deal_id)
         return "200 OK", {"ETag": etag, "Cache-Control": "no-cache"}, body

@@ -74,6 +74,20 @@ def test_a_failure_in_the_middle_of_a_paid_call_is_answered_once_and_not_tried_a
     assert (answer.status_code, answer.json["error"], calls) == (500, "internal_error", [1])
 
 
+def test_a_read_that_fails_is_answered_once_and_not_tried_again(client, monkeypatch, db, world):
+    import actions
+
+    calls, path = [], f"/v1/deals/{reach(db, world, 'delivered')}"
+
+    def fails(*_, **__):
+        calls.append(1)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(actions, "read", fails)
+    answer = client.get(path)
+    assert (answer.status_code, answer.json["error"], calls) == (500, "internal_error", [1])
+
+
 def test_a_deal_reads_the_same(client, plain, db, world):
     path = f"/v1/deals/{reach(db, world, 'delivered')}"
     same(client.get(path), plain.get(path))
