@@ -167,20 +167,26 @@ def _pay_x402(buyer, terms):
     required = json.loads(base64.b64decode(quote.headers["PAYMENT-REQUIRED"]))
     wanted, deal = required["accepts"][0], required["extensions"]["deal"]["info"]
     _check_deposit(deal, wanted["payTo"])
+    header = x402_header(required, buyer.address, lambda authorization: _signed(buyer, authorization, wanted))
+    say = f"paid {int(wanted['amount']) / 1e6:.2f}, funded"
+    receipt = buyer.call("POST", "/x402/deal", body=terms, headers={"PAYMENT-SIGNATURE": header}, say=say).json()
+    return receipt[0]["id"]
+
+
+def x402_header(required, payer, sign):
+    """Return the PAYMENT-SIGNATURE with which ``payer`` pays what a 402 requires; ``sign`` signs the authorization."""
+    wanted = required["accepts"][0]
     authorization = chain.Authorization(
-        payer=buyer.address, to=wanted["payTo"].lower(), value=int(wanted["amount"]), valid_after=0,
+        payer=payer, to=wanted["payTo"].lower(), value=int(wanted["amount"]), valid_after=0,
         valid_before=int(time.time()) + wanted["maxTimeoutSeconds"], nonce="0x" + secrets.token_hex(32),
     )  # fmt: skip
     payment = {
         "x402Version": 2,
         "resource": required["resource"],
         "accepted": wanted,
-        "payload": {"authorization": authorization.wire(), "signature": _signed(buyer, authorization, wanted)},
+        "payload": {"authorization": authorization.wire(), "signature": sign(authorization)},
     }
-    header = base64.b64encode(json.dumps(payment).encode()).decode()
-    say = f"paid {int(wanted['amount']) / 1e6:.2f}, funded"
-    receipt = buyer.call("POST", "/x402/deal", body=terms, headers={"PAYMENT-SIGNATURE": header}, say=say).json()
-    return receipt[0]["id"]
+    return base64.b64encode(json.dumps(payment).encode()).decode()
 
 
 def _pay_mpp(buyer, terms):

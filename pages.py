@@ -1,13 +1,13 @@
 """The free surface over HTTP: documents, discovery, questions, feedback and MCP. Bound by app.create_app."""
 
 import functools
-import json
 
 from flask import Response, request
 from werkzeug.datastructures import MIMEAccept
 from werkzeug.http import parse_accept_header
 
 import ask
+import chain
 import deprecations
 import discovery
 import documents
@@ -78,7 +78,7 @@ class Surface:
     def openapi(self, base):
         """Return the served OpenAPI document under one address."""
         document = deprecations.mark(spec.served(base, self.world.settings))
-        return documents.stamped(json.dumps(document, separators=(",", ":")).encode(), "application/json")
+        return documents.stamped(chain.compact(document), "application/json")
 
     def caller(self, db, base, who):
         """Return what MCP tools work with, for one client that calls the service by the address ``base``."""
@@ -244,7 +244,7 @@ def _add_documents(app, world, surface, shelf):
             elif wanted == "text/html":
                 page = surface.library.compose("Answers", ask.as_markdown(found), base_url(world))
             else:
-                page = documents.stamped(json.dumps(found, separators=(",", ":")).encode(), "application/json")
+                page = documents.stamped(chain.compact(found), "application/json")
             return surface.send(request.environ, page)
 
         return limited(world, answer)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import chain  # noqa: E402
 import db as database  # noqa: E402
+import demo  # noqa: E402
 import settings as configuration  # noqa: E402
 from db import sqlite3  # noqa: E402
 
@@ -126,21 +127,7 @@ def _payments(port, count):
         head = dict(line.split(": ", 1) for line in answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:])
         head = {name.lower(): value for name, value in head.items()}
         required = json.loads(base64.b64decode(head["payment-required"]))
-        wanted = required["accepts"][0]
-        authorization = chain.Authorization(
-            payer=PAYER, to=wanted["payTo"].lower(), value=int(wanted["amount"]), valid_after=0,
-            valid_before=int(time.time()) + wanted["maxTimeoutSeconds"], nonce="0x" + secrets.token_hex(32),
-        )  # fmt: skip
-        payment = {
-            "x402Version": 2,
-            "resource": required["resource"],
-            "accepted": wanted,
-            "payload": {
-                "authorization": authorization.wire(),
-                "signature": chain.sign(BUYER, authorization.digest(TOKEN)),
-            },
-        }
-        header = base64.b64encode(json.dumps(payment).encode()).decode()
+        header = demo.x402_header(required, PAYER, lambda authorization: chain.sign(BUYER, authorization.digest(TOKEN)))
         deal = required.get("extensions", {}).get("deal", {}).get("info", {}).get("id")
         found.append((load.request("POST", "/x402/deal", body, [("PAYMENT-SIGNATURE", header)]), deal))
     return found

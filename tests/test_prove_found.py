@@ -146,12 +146,17 @@ def test_a_payment_made_under_an_earlier_master_key_is_still_answered(db, world,
     assert (again.status_code, again.data) == (200, first.data)
 
 
-def test_a_worker_that_slept_through_its_lease_never_ends_what_another_has_sent(db, world, client, clock, buyer, seller):
+def unanswered(world, buyer, seller):
+    """Pay while the facilitator gives no answer."""
     body = buyer.request(seller)
     payment = buyer.x402(buyer.quote(body))
     silent = types.SimpleNamespace(url="silent", verify=world.facilitators[0].verify, settle=lambda *_, **__: Outcome("unknown"))
     slow = application.create_app(world=dataclasses.replace(world, facilitators=(silent,))).test_client()
     assert slow.post("/x402/deal", json=body, headers=payment).status_code == 202
+
+
+def test_a_worker_that_slept_through_its_lease_never_ends_what_another_has_sent(db, world, clock, buyer, seller):
+    unanswered(world, buyer, seller)
     db.execute("UPDATE payments SET status = 'claimed', lease_until = :until", {"until": world.now() + 45})
     stale = db.execute("SELECT * FROM payments").fetchone()
     clock.sleep(50)
@@ -190,12 +195,8 @@ def test_a_fee_whose_parties_are_paid_while_a_sweep_holds_its_turn_is_sent_by_th
     assert sent == ["fee"]
 
 
-def test_a_claim_that_a_stalled_worker_made_late_still_finds_what_landed_long_before(db, world, client, clock, buyer, seller):
-    body = buyer.request(seller)
-    payment = buyer.x402(buyer.quote(body))
-    silent = types.SimpleNamespace(url="silent", verify=world.facilitators[0].verify, settle=lambda *_, **__: Outcome("unknown"))
-    slow = application.create_app(world=dataclasses.replace(world, facilitators=(silent,))).test_client()
-    assert slow.post("/x402/deal", json=body, headers=payment).status_code == 202
+def test_a_claim_that_a_stalled_worker_made_late_still_finds_what_landed_long_before(db, world, clock, buyer, seller):
+    unanswered(world, buyer, seller)
     landed = clock()
     clock.sleep(4_000)  # an hour after it had expired
     db.execute("UPDATE payments SET status = 'claimed', claimed_at = :now, lease_until = :now + 45", {"now": world.now()})
