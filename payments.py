@@ -204,7 +204,8 @@ def _pay(db, world, call, offer, payment, deal, own, off):
     """Answer a call with a payment that fits the terms: from what is stored, or by settling it.
 
     ``deal`` and ``own``: the rows of this deal and of this very payment as they were just now, or None; ``off``: what
-    is switched off. What has changed since is found out where it counts, in the one statement that takes a lease or makes a claim.
+    is switched off. What has changed since is found out where it counts, in the one statement that takes a lease or
+    makes a claim.
     """
     settings, now = world.settings, world.now()
     answer = _known(db, world, offer, payment, call, deal, own, now=now)

@@ -5,7 +5,6 @@ facilitator says is never proof: a deal is funded when the chain shows this paye
 and the deposit holding the price. "Unknown" is an outcome of its own, and never "failed".
 """
 
-
 import chain
 import db as database
 import deals
@@ -45,8 +44,9 @@ def envelope(world, authorization, signature, url):
 def settle(db, world, payment, deposit, *, send):
     """Bring an open payment, whose lease the caller holds, as far as it goes; returns its row afterwards.
 
-    ``deposit``: the address of its deal. ``send``: submit the authorization (the same bytes every time: the token takes its nonce once). The
-    chain's word alone funds a deal; only a final refusal, or a dead authorization, ends the attempt.
+    ``deposit``: the address of its deal. ``send``: submit the authorization (the same bytes every time: the token
+    takes its nonce once). The chain's word alone funds a deal; only a final refusal, or a dead authorization, ends
+    the attempt.
     """
     authorization = authorization_of(payment, deposit)
     outcome = submit(world, authorization, payment["signature"], payment["resource_url"]) if send else None

@@ -17,7 +17,7 @@ import protocols
 import sandbox
 from settings import CHAIN_ID
 
-DECLARED_SECONDS = 10
+DECLARED_SECONDS = 10  # for which the feed's word about a facilitator is remembered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,8 +156,8 @@ class Scheduler:
         swarm = {name for name in FAULTS if self.rng.random() < 0.5}
         # And every seed has a favourite, by its number, so that each fault meets every move. In every other round of
         # favourites, and in a round in every other seed, people quarrel.
-        round, place = divmod(seed, len(FAULTS))
-        self.favourite, self.quarrels = list(FAULTS)[place], (round + place) % 2 == 1
+        lap, place = divmod(seed, len(FAULTS))
+        self.favourite, self.quarrels = list(FAULTS)[place], (lap + place) % 2 == 1
         self.enabled = swarm | {self.favourite} if faults is None else set(faults)
         self.heat = heat * self.rng.choice((0.5, 1.0, 1.0, 2.0))
         self.back = threading.Lock()
