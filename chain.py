@@ -12,9 +12,18 @@ import re
 
 import coincurve
 import orjson
-from eth_hash.auto import keccak
 
 import exchange
+
+try:
+    from sha3 import keccak_256  # in C, a third of the time; ready builds are not for everywhere
+
+    def keccak(data):
+        """Return the Keccak-256 hash of bytes, 32 bytes."""
+        return keccak_256(data).digest()
+
+except ImportError:
+    from eth_hash.auto import keccak
 
 CURVE_ORDER = 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFEBAAEDCE6AF48A03BBFD25E8CD0364141
 ZERO_ADDRESS = "0x" + "00" * 20

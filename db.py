@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import baton
+
 try:
     from pysqlite3 import dbapi2 as sqlite3  # brings a newer SQLite than Python has nearly everywhere: see WAL_IS_SAFE
 except ImportError:
@@ -27,7 +29,7 @@ MIGRATIONS: dict[int, str] = {}  # from version -> script that leads to the next
 # It is kept between transactions (PERSIST): deleting it for every commit costs ten times the commit itself.
 WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
 BUSY_SECONDS = 5.0
-TRY_EVERY = 0.0001  # SQLite's own waits grow to 100 ms, which starves some writers for seconds when many write
+TRY_EVERY = 0.00005  # SQLite's own waits grow to 100 ms, which starves some writers for seconds when many write
 
 
 class Connection(sqlite3.Connection):
@@ -156,19 +158,26 @@ def _through_door(db, job=None):
     if db.door is None:
         yield
         return
-    if not db.door.lock.acquire(timeout=BUSY_SECONDS):
+    if not _acquired(db.door.lock, seconds=BUSY_SECONDS):
         try:
             db.door.waiting.remove(job)
         except ValueError:  # not waiting there (any more): then whoever has it is about to be done with it
             if job is None:
                 raise sqlite3.OperationalError("database is locked") from None
-            db.door.lock.acquire()
+            _acquired(db.door.lock, seconds=-1)
         else:
             raise sqlite3.OperationalError("database is locked")
     try:
         yield
     finally:
         db.door.lock.release()
+
+
+def _acquired(lock, *, seconds):
+    if lock.acquire(blocking=False):
+        return True
+    with baton.aside():
+        return lock.acquire(timeout=seconds)
 
 
 @contextlib.contextmanager
@@ -180,7 +189,10 @@ def _begun(db):
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
-            db.execute("COMMIT")
+            with baton.aside():
+                db.execute("COMMIT")
+                if db.turnstile is not None:
+                    fcntl.flock(db.turnstile, fcntl.LOCK_UN)
         except BaseException:
             if db.in_transaction:
                 db.execute("ROLLBACK")
@@ -197,7 +209,8 @@ def _pass(turnstile, deadline):
             return fcntl.flock(turnstile, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if time.monotonic() > deadline:
             raise sqlite3.OperationalError("database is locked")
-        time.sleep(TRY_EVERY)
+        with baton.aside():
+            time.sleep(TRY_EVERY)
 
 
 @contextlib.contextmanager

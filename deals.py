@@ -158,7 +158,7 @@ _ALL, _NONE, _PART = "seller_units = amount_units", "seller_units = 0", "seller_
 MOVES = {
     "fund": Move(
         ("pending",), "funded", ("chain",),
-        sets="funded_at = :now, look_at = :now + 30, deliver_by = :now + deadline_hours * 3600,"
+        sets="funded_at = :now, deliver_by = :now + deadline_hours * 3600,"
              " due_at = :now + deadline_hours * 3600",
     ),
     "lapse": Move(("pending",), "lapsed", ("clock",), sets="ended_at = :now, look_at = :look_at"),
@@ -205,14 +205,16 @@ def _move_sql(move):
     if move.after:
         where += f" AND :now >= {move.after}"
     sets = f"state = '{move.target}', " + (move.sets or "version = version")
-    return f"UPDATE deals SET {sets} WHERE id = :id AND {where} RETURNING *"
+    # Only what the rest of a move needs: to read all forty columns takes as long as to write them.
+    needed = "id, state, amount_units, price_units, seller_units, seller_address, buyer_address, deadline_hours, review_hours, decide_hours"
+    return f"UPDATE deals SET {sets} WHERE id = :id AND {where} RETURNING {needed}"
 
 
 MOVE_SQL = {name: _move_sql(move) for name, move in MOVES.items()}
 
 
 def move(db, deal_id, name, *, now, actor, treasury, content=None, **values):
-    """Make one move if the deal still allows it; returns the deal's row, or None when it does not.
+    """Make one move if the deal still allows it; returns some of the deal's row, or None when it does not.
 
     The history event and the transfers that follow from the move are written in the same transaction, which
     the caller holds. ``treasury`` is the address that fees go to.
@@ -335,9 +337,9 @@ def open_attempt(
         "INSERT INTO deals (id, state, master_key, terms, deposit_address, amount_units, price_units, seller_address,"
         " buyer_address, secret_hash, ref, instant, deadline_hours, review_hours, decide_hours, created_at, look_at)"
         " VALUES (:id, 'pending', :master_key, :terms, :deposit, :amount, :price, :seller, :buyer, :secret_hash, :ref,"
-        " :instant, :deadline_hours, :review_hours, :decide_hours, :now, :now + 60)"
+        " :instant, :deadline_hours, :review_hours, :decide_hours, :now, :now + 30)"
         " ON CONFLICT (id) DO UPDATE SET state = 'pending', attempt = attempt + 1, buyer_address = :buyer,"
-        " price_units = :price, decide_hours = :decide_hours, created_at = :now, ended_at = NULL, look_at = :now + 60"
+        " price_units = :price, decide_hours = :decide_hours, created_at = :now, ended_at = NULL, look_at = :now + 30"
         " WHERE state = 'lapsed' AND (buyer_address = :buyer OR attempt = :takes_over) AND NOT EXISTS"
         " (SELECT 1 FROM transfers WHERE deal_id = :id AND next_at IS NOT NULL) RETURNING attempt",
         {
@@ -370,23 +372,55 @@ class Frame:
     chain_id: int
 
 
-def record(db, deal, frame, *, payment=None):
+def record(db, deal, frame):
     """Build the public record of a deal's row, the same object in every answer. Never a secret or its hash.
-
-    ``payment``: the row of the payment that it stands on, if the caller has it.
 
     Deadlines are not compared with the clock here: :func:`apply_due` has run before, and in every state the
     actions that remain end exactly when the clock moves the deal.
     """
     values = {"id": deal["id"], "attempt": deal["attempt"]}
-    if payment is None:
-        payment = db.execute("SELECT * FROM payments WHERE deal_id = :id AND attempt = :attempt", values).fetchone()
+    payment = db.execute("SELECT * FROM payments WHERE deal_id = :id AND attempt = :attempt", values).fetchone()
     transfers = db.execute(
         "SELECT * FROM transfers WHERE deal_id = :id"
         " ORDER BY CASE leg WHEN 'seller' THEN 1 WHEN 'buyer' THEN 2 WHEN 'fee' THEN 3 ELSE 4 END, created_at",
         values,
     ).fetchall()
-    events = db.execute("SELECT * FROM deal_events WHERE deal_id = :id ORDER BY number", values).fetchall()
+    return _compose(deal, frame, payment, transfers, _events(db, deal["id"]))
+
+
+# What a deal's row has in these columns at its funding, before anything else happens to it.
+_FUNDED = {
+    "state": "funded",
+    **dict.fromkeys(
+        ("accepted_at", "delivered_at", "disputed_at", "ended_at", "review_ends_at", "decide_by", "delivery_url",
+         "delivery_sha256", "delivery_note", "dispute_reason", "dispute_statement", "decision_note", "seller_offer_units",
+         "buyer_offer_units")
+    ),
+}  # fmt: skip
+
+
+def record_when_funded(db, payment, frame):
+    """Build the record as it was when this settled payment had funded its deal, whatever has become of that since.
+
+    It has no transfers: those of this payment are still to come, and those of earlier attempts are not its business.
+    """
+    row = db.execute(
+        "SELECT id, attempt, amount_units, price_units, seller_address, buyer_address, deposit_address, ref, instant,"
+        " deadline_hours, review_hours, created_at, funded_at, deliver_by, deliver_by AS due_at FROM deals WHERE id = :id",
+        {"id": payment["deal_id"]},
+    ).fetchone()
+    events = _events(db, row["id"])
+    events = events[: [event["event"] for event in events].index("fund") + 1]
+    return _compose({**_FUNDED, **dict(zip(row.keys(), row))}, frame, payment, [], events)
+
+
+def _events(db, deal_id):
+    return db.execute(
+        "SELECT at, event, actor, state FROM deal_events WHERE deal_id = :id ORDER BY number", {"id": deal_id}
+    ).fetchall()
+
+
+def _compose(deal, frame, payment, transfers, events):
     authorizations = {row["leg"]: _authorization(row, deal, frame) for row in transfers}
     return {
         "id": deal["id"],

@@ -4,8 +4,7 @@ import dataclasses
 import logging
 from typing import NamedTuple
 
-import orjson
-
+import baton
 import chain
 import db as database
 import deals
@@ -93,7 +92,8 @@ def create(db, world, call):
             raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
         payment = _check_signature(world, call.terms, payment)
-        return _pay(db, world, call, offer, payment, deal, own, off)
+        with world.working():
+            return _pay(db, world, call, offer, payment, deal, own, off)
     except protocols.Mismatch as mismatch:
         if call.refusal:
             raise call.refusal from None
@@ -217,7 +217,8 @@ def _pay(db, world, call, offer, payment, deal, own, off):
         most_per_client=settings.max_in_flight_per_client,
     ):  # fmt: skip
         protocols.match_moment(world.terminal, offer, payment, now=now)
-        landed = _verify(world, offer, payment, now=now)
+        with baton.aside():
+            landed = _verify(world, offer, payment, now=now)
         claimed = _claim(db, world, offer, payment, call, deal, now=world.now())
         if claimed is None:  # another request was faster: its claim decides
             deal, own = look(db, offer.deal_id)[0], find_payment(db, payment.authorization)
@@ -237,7 +238,7 @@ def _known(db, world, offer, payment, call, deal, own, *, now):
             return None
         return _other_payment(db, world, deal, payment, now=now)
     if own["status"] == "settled":
-        return _stored(world, own, now=now)
+        return _stored(db, world, own, now=now)
     try:
         held = settlement.take_lease(db, world, own["id"], now=now)
     except sqlite3.OperationalError:  # its money may have moved long ago: "nothing was charged" could be a lie
@@ -255,7 +256,7 @@ def _settled(db, world, offer, claimed, *, send):
     except Exception:  # a full disk, a bug: the money may have moved, so the claim stays for the sweep to resolve
         log.exception("settling the payment of %s stopped half-way; it stays pending", offer.deal_id)
         return pending_answer(offer.deal_id)
-    return _outcome(world, offer, payment)
+    return _outcome(db, world, offer, payment)
 
 
 def _check_keys(db, offer, payment, call):
@@ -300,9 +301,10 @@ def _may_retry(db, world, deal, payment):
         return True
     row = db.execute("SELECT max(valid_before) AS last FROM payments WHERE deal_id = :id", {"id": deal["id"]}).fetchone()
     try:
-        head = world.ledger.head(depth=world.settings.confirmations)
-        dead = head.time > (row["last"] or 0) + settlement.MARGIN
-        return dead and world.ledger.balance(deal["deposit_address"], at=head.number) < deals.SMALLEST_TRANSFER
+        with baton.aside():
+            head = world.ledger.head(depth=world.settings.confirmations)
+            dead = head.time > (row["last"] or 0) + settlement.MARGIN
+            return dead and world.ledger.balance(deal["deposit_address"], at=head.number) < deals.SMALLEST_TRANSFER
     except chain.ChainUnknown as error:
         raise _chain_unknown() from error
 
@@ -326,14 +328,18 @@ def _other_payment(db, world, deal, payment, *, now):
     return Answer(200, settlement.answer_headers(world, dict(row), protocol=payment.protocol, now=now), body)
 
 
-def _stored(world, own, *, now):
+def _stored(db, world, own, *, now):
     expires = own["settled_at"] + world.settings.answer_hours * 3600
-    if own["answer_body"] is None or now >= expires:
+    if now >= expires:
         raise Refusal(
             "expired", "The stored answer to this payment has expired; the deal is still there. Do not pay again.",
             deal_id=own["deal_id"],
         )  # fmt: skip
-    return Answer(200, orjson.loads(own["answer_headers"]), own["answer_body"])
+    try:
+        return Answer(200, *settlement.receipt(db, world, own))
+    except Exception:  # the money is there: "nothing was charged" would be a lie
+        log.exception("the receipt for %s cannot be written now", own["deal_id"])
+        return pending_answer(own["deal_id"])
 
 
 def _in_progress():
@@ -446,10 +452,10 @@ def _claim(db, world, offer, payment, call, before, *, now):
     return database.together(db, claim)
 
 
-def _outcome(world, offer, payment):
+def _outcome(db, world, offer, payment):
     """Turn what became of a payment into the answer of the paid call."""
     if payment["status"] == "settled":
-        return _stored(world, payment, now=world.now())
+        return _stored(db, world, payment, now=world.now())
     if payment["status"] != "refused":
         return pending_answer(payment["deal_id"])
     reason = payment["reason"] or "the authorization can no longer be used"

@@ -88,13 +88,10 @@ CREATE TABLE payments (
   transaction_hash TEXT,                          -- the transaction the chain shows, never what a facilitator says
   claimed_hash     TEXT,                          -- what a facilitator said: a place to look first
   reason           TEXT,                          -- what the last settle or look-up said
-  answer_headers   TEXT,                          -- the stored 200, byte for byte; null once it has expired
-  answer_body      BLOB,
   UNIQUE (payer, nonce),
   UNIQUE (deal_id, attempt)
 ) STRICT;
 CREATE INDEX payments_lost ON payments (id) WHERE status = 'settled' AND reason IS NOT NULL;
-CREATE INDEX payments_answered ON payments (settled_at) WHERE answer_body IS NOT NULL;
 
 CREATE TABLE idempotency_keys (
   payer     TEXT NOT NULL,

@@ -5,6 +5,7 @@ facilitator says is never proof: a deal is funded when the chain shows this paye
 and the deposit holding the price. "Unknown" is an outcome of its own, and never "failed".
 """
 
+import baton
 import chain
 import db as database
 import deals
@@ -49,17 +50,19 @@ def settle(db, world, payment, deposit, *, send):
     the attempt.
     """
     authorization = authorization_of(payment, deposit)
-    outcome = submit(world, authorization, payment["signature"], payment["resource_url"]) if send else None
-    hint = outcome and outcome.transaction or payment["claimed_hash"]
-    try:
-        patient = outcome is not None and outcome.kind in ("settled", "unknown")
-        transaction = _look(world, authorization, payment, hint=hint, patient=patient)
-        over = transaction is None and (_refused(payment, outcome) or _dead(world, authorization))
-    except chain.ChainUnknown as error:
-        return _unknown(db, world, payment, hint=hint, reason=f"chain: {error}")
+    with baton.aside():
+        outcome = submit(world, authorization, payment["signature"], payment["resource_url"]) if send else None
+        reason = outcome.reason if outcome else ""
+        hint = outcome and outcome.transaction or payment["claimed_hash"]
+        transaction = over = None
+        try:
+            patient = outcome is not None and outcome.kind in ("settled", "unknown")
+            transaction = _look(world, authorization, payment, hint=hint, patient=patient)
+            over = transaction is None and (_refused(payment, outcome) or _dead(world, authorization))
+        except chain.ChainUnknown as error:
+            reason = f"chain: {error}"
     if transaction:
         return fund(db, world, payment, transaction)
-    reason = outcome.reason if outcome else ""
     return _lapse(db, world, payment, reason) if over else _unknown(db, world, payment, hint=hint, reason=reason)
 
 
@@ -131,25 +134,28 @@ def _dead(world, authorization):
 
 
 def fund(db, world, payment, transaction):
-    """Commit that the money is there, with the answer that every retry will get. Returns the payment's row."""
+    """Commit that the money is there. Returns the payment's row."""
     now = world.now()
-    paid = {**dict(payment), "settled_at": now, "transaction_hash": transaction}
-    headers = answer_headers(world, paid, protocol=paid["protocol"], now=now)  # signing takes its time: before the lock
 
     def commit(db):
-        deal = deals.move(db, payment["deal_id"], "fund", now=now, actor="chain", treasury=world.treasury)
-        if deal is None:
+        if not deals.move(db, payment["deal_id"], "fund", now=now, actor="chain", treasury=world.treasury):
             return db.execute("SELECT * FROM payments WHERE id = :id", {"id": payment["id"]}).fetchone()
-        record = deals.record(db, deal, world.frame, payment=paid)
-        answer = {"answer_headers": chain.compact(headers).decode(), "answer_body": chain.compact([record])}
-        db.execute(
+        return db.execute(
             "UPDATE payments SET status = 'settled', settled_at = :now, transaction_hash = :hash, lease_until = 0,"
-            " reason = NULL, answer_headers = :answer_headers, answer_body = :answer_body WHERE id = :id",
-            {"id": payment["id"], "now": now, "hash": transaction, **answer},
-        )
-        return {**paid, **answer, "status": "settled"}
+            " reason = NULL WHERE id = :id RETURNING *",
+            {"id": payment["id"], "now": now, "hash": transaction},
+        ).fetchone()
 
     return database.together(db, commit)
+
+
+def receipt(db, world, payment):
+    """Return (headers, body) of the 200 that a settled payment gets, byte for byte the same whenever it is sent again.
+
+    It is not stored but composed anew: all it says was committed when the money was, and signatures are deterministic.
+    """
+    body = chain.compact([deals.record_when_funded(db, payment, world.frame)])
+    return answer_headers(world, payment, protocol=payment["protocol"], now=payment["settled_at"]), body
 
 
 def answer_headers(world, payment, *, protocol, now):
@@ -260,12 +266,3 @@ def look_due(db, deal_id, *, now):
         {"id": deal_id, "now": now, "next": now + LOOK_EVERY},
     )
     return seen.rowcount == 1
-
-
-def forget_answers(db, *, now, hours, limit=1000):
-    """Drop stored answers past their time; the payment itself is remembered for ever. Returns how many."""
-    return db.execute(
-        "UPDATE payments SET answer_headers = NULL, answer_body = NULL WHERE id IN"
-        " (SELECT id FROM payments WHERE answer_body IS NOT NULL AND settled_at <= :before LIMIT :limit)",
-        {"before": now - hours * 3600, "limit": limit},
-    ).rowcount

@@ -34,7 +34,6 @@ def sweep(db, world, wallets, *, limit=100, seconds=50, progress=lambda total, d
     _guarded(counts, _legs, db, world, wallets, limit)
     for row in _deposits(db, world, limit):
         _guarded(counts, _surplus if row["due_at"] is None else _still_there, db, world, row)
-    counts["forgotten"] = settlement.forget_answers(db, now=world.now(), hours=world.settings.answer_hours)
     database.set_meta(db, "last_sweep_at", world.now())
     return counts
 

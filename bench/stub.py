@@ -4,16 +4,20 @@
 exactly what was settled. Run: ``python bench/stub.py PORT``.
 """
 
-import asyncio
 import hashlib
-import json
+import re
+import selectors
+import socket
 import sys
 import time
+
+import orjson
 
 import chain
 
 USDC = "0x833589fcd6edb6e08f4c7c32d4f71b54bda02913"
 KIND = {"x402Version": 2, "scheme": "exact", "network": "eip155:8453"}
+LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 balances, used, receipts = {}, {}, {}
 
 
@@ -87,34 +91,42 @@ METHODS = {
 ROUTES = {b"/supported": supported, b"/verify": verify, b"/settle": settle, b"/rpc": node}
 
 
-class Connection(asyncio.Protocol):
-    """Just enough HTTP/1.1 for keep-alive clients that send a Content-Length."""
-
-    def connection_made(self, transport):
-        self.transport, self.buffer = transport, b""
-
-    def data_received(self, data):
-        self.buffer += data
-        while True:
-            head, end, rest = self.buffer.partition(b"\r\n\r\n")
-            if not end:
-                return
-            _, found, length = head.lower().partition(b"content-length:")
-            length = int(length.split(b"\r\n", 1)[0]) if found else 0
-            if len(rest) < length:
-                return
-            body, self.buffer = rest[:length], rest[length:]
-            path = head.split(b" ", 2)[1]
-            answer = json.dumps(ROUTES[path](json.loads(body) if body else None)).encode()
-            self.transport.write(
-                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer)
-            )
+def serve(port):
+    """Answer keep-alive clients that send a Content-Length, at the least cost: others do this work on other machines."""
+    selector = selectors.DefaultSelector()
+    listener = socket.create_server(("127.0.0.1", port))
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                sock = listener.accept()[0]
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                selector.register(sock, selectors.EVENT_READ, bytearray())
+            elif not answer(key.fileobj, key.data):
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
 
 
-async def main(port):
-    server = await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", port)
-    await server.serve_forever()
+def answer(sock, received):
+    """Read what a client sends and answer its request once that is complete; returns False when the client has gone."""
+    try:
+        data = sock.recv(65536)
+    except ConnectionResetError:
+        data = b""
+    received.extend(data)
+    end = received.find(b"\r\n\r\n") + 4
+    if end < 4:
+        return data
+    found = LENGTH.search(received, 0, end)
+    size = end + (int(found[1]) if found else 0)
+    if len(received) < size:
+        return data
+    path = bytes(received[:end].split(b" ", 2)[1])
+    body = orjson.dumps(ROUTES[path](orjson.loads(received[end:size]) if found else None))
+    received.clear()
+    sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    return data
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    serve(int(sys.argv[1]))

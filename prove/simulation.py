@@ -134,6 +134,7 @@ class Simulation(engine.Scheduler):
             receipt_key=RECEIPT,
             clock=self.clock,
             sleep=self.pause,
+            working=contextlib.nullcontext,  # threads change places at every statement here
         )  # fmt: skip
 
     def begin_wallet(self):

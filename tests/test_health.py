@@ -60,7 +60,7 @@ def test_it_adds_up_what_is_held_and_what_is_owed(db, world, client, sweep):
 
 @pytest.mark.parametrize(
     "state, waits_since",
-    [("funded", 10 * HOUR), ("delivered", 5 * HOUR), ("disputed", 168 * HOUR), ("pending", 60), ("released", 0)],
+    [("funded", 10 * HOUR), ("delivered", 5 * HOUR), ("disputed", 168 * HOUR), ("pending", 30), ("released", 0)],
 )
 def test_a_sweep_that_is_a_quarter_of_an_hour_late_is_an_incident(db, world, clock, problems, sweep, state, waits_since):
     reach(db, world, state)
