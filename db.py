@@ -189,17 +189,20 @@ def _begun(db):
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
-            with baton.aside():
+            with baton.aside():  # the disk may take its time, and whoever is next need not wait until we go on
                 db.execute("COMMIT")
-                if db.turnstile is not None:
-                    fcntl.flock(db.turnstile, fcntl.LOCK_UN)
+                _let_in(db.turnstile)
         except BaseException:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             raise
     finally:
-        if db.turnstile is not None:
-            fcntl.flock(db.turnstile, fcntl.LOCK_UN)
+        _let_in(db.turnstile)
+
+
+def _let_in(turnstile):
+    if turnstile is not None:
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
 
 
 def _pass(turnstile, deadline):

@@ -4,7 +4,7 @@ import resource
 
 bind = "127.0.0.1:8402"
 workers = 2
-threads = 40  # a paid call may wait many seconds for others: more than DEALS_MAX_IN_FLIGHT of them, so that reads find one
+threads = 72  # a paid call may wait many seconds for others: more than DEALS_MAX_IN_FLIGHT, so that readers find one
 timeout = 90  # settling may take 25 s, looking at the chain some more
 limit_request_field_size = 32768  # payment headers may be 16 KiB; the service refuses larger ones kindly
 control_socket_disable = True  # it would lie in the home directory, one for all

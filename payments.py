@@ -91,7 +91,7 @@ def create(db, world, call):
         if call.terms is None:
             raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
-        payment = _check_signature(world, call.terms, payment)
+        payment = _check_signature(world, call, payment)
         with world.working():
             return _pay(db, world, call, offer, payment, deal, own, off)
     except protocols.Mismatch as mismatch:
@@ -174,21 +174,22 @@ def _open(deal):
     return deal is not None and deal["state"] != "lapsed"
 
 
-def _check_signature(world, terms, payment):
+def _check_signature(world, call, payment):
     """Check that the payer itself signed the authorization, as its own key or as a contract wallet.
 
     Returns the payment with the signature as the token takes it: v 27 or 28, a contract's own bytes untouched.
     """
     authorization = payment.authorization
-    if authorization.payer in (terms.seller_address, authorization.to):
+    if authorization.payer in (call.terms.seller_address, authorization.to):
         raise protocols.Mismatch("The seller cannot pay for its own deal: pay from the buyer's wallet.")
     digest = authorization.digest(world.terminal.token)
     tidy = chain.tidy_signature(payment.signature)
     if chain.signer(digest, tidy) == authorization.payer:
         return dataclasses.replace(payment, signature=tidy)
     try:
-        if world.ledger.signed_by_contract(authorization.payer, digest, payment.signature):
-            return payment
+        with _slot(world, call):
+            if world.ledger.signed_by_contract(authorization.payer, digest, payment.signature):
+                return payment
     except chain.ChainUnknown as error:
         raise Refusal(
             "unavailable", "The chain cannot be asked about this wallet's signature now; nothing was charged.",
@@ -207,15 +208,12 @@ def _pay(db, world, call, offer, payment, deal, own, off):
     is switched off. What has changed since is found out where it counts, in the one statement that takes a lease or
     makes a claim.
     """
-    settings, now = world.settings, world.now()
+    now = world.now()
     answer = _known(db, world, offer, payment, call, deal, own, now=now)
     if answer:
         return answer
     check_switches(off)
-    with limits.slot(
-        world.counters(), call.client, now=world.clock(), most=settings.max_in_flight,
-        most_per_client=settings.max_in_flight_per_client,
-    ):  # fmt: skip
+    with _slot(world, call):
         protocols.match_moment(world.terminal, offer, payment, now=now)
         with baton.aside():
             landed = _verify(world, offer, payment, now=now)
@@ -224,6 +222,15 @@ def _pay(db, world, call, offer, payment, deal, own, off):
             deal, own = look(db, offer.deal_id)[0], find_payment(db, payment.authorization)
             return _known(db, world, offer, payment, call, deal, own, now=world.now()) or _in_progress()
         return _settled(db, world, offer, claimed, send=not landed)
+
+
+def _slot(world, call):
+    """Occupy one place among the paid calls in flight; refuses with rate_limited."""
+    settings = world.settings
+    return limits.slot(
+        world.counters(), call.client, now=world.clock(), most=settings.max_in_flight,
+        most_per_client=settings.max_in_flight_per_client,
+    )  # fmt: skip
 
 
 def _known(db, world, offer, payment, call, deal, own, *, now):

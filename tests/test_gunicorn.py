@@ -1,6 +1,7 @@
 """The service as it is deployed: gunicorn with two workers, a sweep beside it, and clients that come all at once."""
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -52,19 +54,29 @@ def url(tmp_path):
             [sys.executable, str(ROOT / "cli.py"), "serve", "--port", str(port)], env=environ, stdout=log, stderr=log
         )
     address = f"http://127.0.0.1:{port}"
-    for _ in range(100):
-        try:
-            requests.get(address + "/health", timeout=5)
-            break
-        except requests.ConnectionError:
-            time.sleep(0.1)
+    wait_for(address)
     yield address
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=30) == 0, (tmp_path / "log").read_text()
 
 
+def wait_for(address):
+    for _ in range(100):
+        try:
+            return requests.get(address + "/health", timeout=5)
+        except requests.ConnectionError:
+            time.sleep(0.1)
+
+
 @pytest.fixture
 def buyer(url):
+    found = buyer_at(url)
+    requests.post(url + "/sandbox/faucet", json={"address": found.address}, timeout=10)
+    return found
+
+
+def buyer_at(url):
+    """Return a buyer that has seen the service's quote."""
     quote = requests.post(url + "/x402/deal", json={}, timeout=10).json()["accepts"][0]
     token = chain.Token(quote["asset"].lower(), quote["extra"]["name"], quote["extra"]["version"], 8453)
     world = types.SimpleNamespace(
@@ -72,9 +84,7 @@ def buyer(url):
         terminal=types.SimpleNamespace(token=token),
         settings=types.SimpleNamespace(service_name="Deal Holding Service"),
     )
-    found = Buyer(Http(url), world, 1)
-    requests.post(url + "/sandbox/faucet", json={"address": found.address}, timeout=10)
-    return found
+    return Buyer(Http(url), world, 1)
 
 
 def test_fifty_identical_payments_at_once_are_one_settlement_and_one_deal(url, buyer):
@@ -125,3 +135,63 @@ def test_the_sweep_beside_the_server_pays_out_by_itself(url, buyer):
         time.sleep(0.2)
     assert re.fullmatch(r"0x[0-9a-f]{64}", record["transfers"][0]["transaction"])
     assert requests.get(f"{url}/sandbox/balances/{seller.address}", timeout=10).json()["balance_usd"] == "20.00"
+
+
+@pytest.fixture
+def silent():
+    """A facilitator that takes every call and answers none, until the end of the test; yields its address."""
+    taken, listener = [], socket.create_server(("127.0.0.1", 0), backlog=128)
+
+    def take():
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(listener.accept()[0])
+
+    threading.Thread(target=take, daemon=True).start()
+    yield types.SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}", taken=taken, listener=listener)
+    listener.close()
+
+
+def test_readers_are_answered_while_a_facilitator_keeps_all_payments_waiting(tmp_path, silent):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEALS_")}
+    environ |= {
+        "DEALS_MODE": "live", "DEALS_DATABASE": str(tmp_path / "deals.db"), "DEALS_WALLET": str(tmp_path / "wallet.json"),
+        "DEALS_WALLET_PASSPHRASE": "only a test", "DEALS_BASE_URL": url, "DEALS_RPC_URL": silent.url,
+        "DEALS_FACILITATORS": silent.url, "DEALS_MAX_IN_FLIGHT_PER_CLIENT": "1000",
+    }  # fmt: skip
+    subprocess.run([sys.executable, str(ROOT / "cli.py"), "init"], env=environ, check=True, capture_output=True)
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "app:create_app()"],
+            env=environ, cwd=ROOT, stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        wait_for(url)
+        payments = [signed(buyer_at(url), ref=str(number)) for number in range(70)]
+        with concurrent.futures.ThreadPoolExecutor(70) as crowd:
+            calls = [crowd.submit(requests.post, url + "/x402/deal", timeout=60, **payment) for payment in payments]
+            deadline = time.monotonic() + 10
+            while sum(call.done() for call in calls) < 6 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert [call.result().status_code for call in calls if call.done()] == [429] * 6
+            started = time.monotonic()
+            for _ in range(10):  # connections fall on either worker
+                assert requests.get(url + "/v1/deals/deal_" + "a" * 26, timeout=5).status_code == 404
+            assert time.monotonic() - started < 5
+            silent.listener.close()
+            for sock in silent.taken:
+                sock.close()
+            assert sorted(call.result().status_code for call in calls) == [429] * 6 + [503] * 64
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=30)
+
+
+def signed(buyer, **fields):
+    """Return what a request to the paid endpoint is made of, with its payment."""
+    body = buyer.request(Seller(buyer.client, buyer.world, 2), **fields)
+    return {"json": body, "headers": buyer.x402(buyer.quote(body))}

@@ -16,6 +16,7 @@ import sandbox
 import settlement
 import transfers
 from conftest import NOON
+from db import sqlite3
 from parties import Buyer, Scripted, another, balance, error, files, nonce, send, serving
 from test_quotes import PATHS, SECRET_HASH, TERMS, deal_id, deposit
 
@@ -117,6 +118,68 @@ def test_the_same_payment_gets_the_stored_answer_byte_for_byte(paid, client, clo
     other = send(client, paid.body, paid.payment, "/mpp/deal")  # both paths are one endpoint
     assert (other.status_code, other.data) == (200, paid.answer.data)
     assert db.execute("SELECT count(*) FROM sandbox_authorizations").fetchone()[0] == 1
+
+
+@pytest.mark.parametrize("pay", [Buyer.x402, Buyer.mpp])
+def test_the_answer_stays_the_same_bytes_whatever_becomes_of_the_deal(client, buyer, seller, db, world, clock, sweep, pay):
+    body = buyer.request(seller, ref="a long story")
+    payment = pay(buyer, buyer.quote(body))
+    first = send(client, body, payment)
+    deal = first.json[0]["id"]
+    steps = [
+        lambda: seller.act(deal, "accept"),
+        lambda: seller.act(deal, "deliver", {"url": "https://files.test/work.pdf", "note": "All of it."}),
+        lambda: buyer.reveal(deal, "dispute", {"reason": "Half of it is missing."}),
+        lambda: seller.act(deal, "statement", {"statement": "It is all there."}),
+        lambda: seller.act(deal, "split", {"seller_usd": "15.00"}),
+        lambda: buyer.act(deal, "split", {"seller_usd": "10.00"}),
+        lambda: operations.resolve_dispute(db, world, deal, "split", note="Half of it.", seller_units=10_000_000),
+        lambda: sandbox.mint(db, first.json[0]["deposit_address"].lower(), 5_000_000),  # somebody pays too much
+        sweep, sweep, sweep,
+    ]  # fmt: skip
+    for number, step in enumerate(steps):
+        clock.now += 60
+        assert getattr(step(), "status_code", 200) == 200, number
+        again = send(client, body, payment)
+        assert (again.status_code, again.data) == (200, first.data)
+        assert [again.headers.get(name) for name in ("PAYMENT-RESPONSE", "Payment-Receipt")] == [
+            first.headers.get(name) for name in ("PAYMENT-RESPONSE", "Payment-Receipt")
+        ]
+    record = client.get(f"/v1/deals/{deal}").json
+    assert record["state"] == "split" and {leg["leg"] for leg in record["transfers"]} >= {"seller", "buyer", "fee", "surplus-1"}
+
+
+def test_the_answer_is_the_deals_record_of_that_moment(paid, client):
+    record = client.get(f"/v1/deals/{paid.answer.json[0]['id']}")
+    assert record.json == paid.answer.json[0]
+
+
+def test_a_deal_paid_again_after_it_had_lapsed_has_its_own_receipt(world, client, buyer, clock, sweep):
+    body = buyer.request()
+    late = another(world, outcome=facilitators.Outcome("refused", reason="invalid_signature"))
+    assert send(late, body, buyer.x402(buyer.quote(body))).status_code == 502
+    payment = buyer.x402(buyer.quote(body), nonce=nonce(8))
+    first = send(client, body, payment)
+    assert [line["event"] for line in first.json[0]["history"]] == ["pay", "lapse", "pay", "fund"]
+    assert first.json[0] == client.get(f"/v1/deals/{first.json[0]['id']}").json
+    assert send(client, body, payment).data == first.data
+
+
+def test_a_receipt_that_cannot_be_written_now_never_says_that_nothing_was_charged(client, buyer, monkeypatch, caplog):
+    body = buyer.request()
+    payment = buyer.x402(buyer.quote(body))
+
+    def broken(*args):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(settlement, "receipt", broken)
+        answers = [send(client, body, payment) for _ in range(2)]  # the call that paid, and a retry
+    for answer in answers:
+        assert answer.status_code == 202 and "Do not pay again" in answer.json["message"]
+    assert "disk I/O error" in caplog.text
+    assert client.get(answers[0].headers["Location"]).json["state"] == "funded"
+    assert send(client, body, payment).status_code == 200
 
 
 @pytest.mark.parametrize("swept", [False, True])
