@@ -1,8 +1,9 @@
 """Show that reading a deal and sweeping cost the same with a million deals as with a thousand. Run: ``make bench``.
 
 Two live databases are filled by SQL with the same mix: most deals ended, one in twenty open, and the deals that fall
-due during the measurement. Measured in turns, in one process: reading random deals without the record cache, a sweep
-that finds nothing to do, and a sweep that applies twenty timers. Nothing is signed or sent: the chain is away.
+due during the measurement. Measured in turns: a read over HTTP of a deal that nobody has read before, from gunicorn with
+two workers; and in one process, composing a record, a sweep that finds nothing to do, and a sweep that applies twenty
+timers. Nothing is signed or sent: the chain is away.
 """
 
 import contextlib
@@ -16,6 +17,9 @@ import sys
 import tempfile
 import time
 
+import load
+import run
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -28,25 +32,27 @@ import transfers  # noqa: E402
 import world as worlds  # noqa: E402
 
 SIZES = (1_000, int(os.environ.get("BENCH_DEALS", 1_000_000)))
-ROUNDS, READS, SWEEPS, DUE = 7, 500, 10, 20
+ROUNDS, READS, SWEEPS, DUE = 9, 500, 10, 20
 STATES = {"released": 80, "refunded": 12, "split": 3, "funded": 2, "accepted": 2, "delivered": 1}  # per cent
 
 
 def main():
     folder = ROOT / "bench" / ".work"
     folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="scale-", dir=folder) as found:
+    with tempfile.TemporaryDirectory(prefix="scale-", dir=folder) as found, contextlib.ExitStack() as stack:
         places = {size: _filled(f"{found}/{size}.db", size) for size in SIZES}
+        ports = {size: stack.enter_context(_served(f"{found}/{size}.db")) for size in SIZES}
         rows = {size: [] for size in SIZES}
         for number in range(ROUNDS + 1):
             for size, (db, world) in places.items():
-                figures = _read(db, world, size), _idle(db, world), _sweep(db, world, size + 1 + number * DUE)
+                figures = _get(ports[size], size), _read(db, world, size), _idle(db, world), _sweep(db, world, size + 1 + number * DUE)
                 if number:  # the first round warms up
                     rows[size].append(figures)
     medians = {size: [statistics.median(column) for column in zip(*found)] for size, found in rows.items()}
     line = "{:<32}{:>14}{:>18}   {}".format
     print(line("milliseconds, median of rounds", *(f"{size:,} deals" for size in SIZES), "ratio"))
-    for what, small, large in zip(("one read", "a sweep with nothing due", f"a sweep with {DUE} due"), *medians.values()):
+    measured = "one read over HTTP", "its record, composed", "a sweep with nothing due", f"a sweep with {DUE} due"
+    for what, small, large in zip(measured, *medians.values()):
         print(line(what, f"{small * 1e3:.3f}", f"{large * 1e3:.3f}", f"{large / small:.2f}"))
 
 
@@ -65,6 +71,21 @@ def _filled(path, size):
             filler.execute(script, {"size": size, "all": size + (ROUNDS + 1) * DUE, "now": now, "key": master_key.hex()})
     print(f"{size:,} deals filled in {time.perf_counter() - started:.0f} s: {os.path.getsize(path) >> 20} MiB")
     return db, dataclasses.replace(worlds.build(settings, db), ledger=_Unasked())
+
+
+@contextlib.contextmanager
+def _served(path):
+    """Serve a database with gunicorn as it is deployed; yields the port."""
+    (port,) = run._free_ports(1)
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("DEALS_", "GUNICORN_"))},
+        "DEALS_MODE": "live", "DEALS_DATABASE": path, "DEALS_BASE_URL": f"http://127.0.0.1:{port}",
+        "DEALS_RPC_URL": "http://127.0.0.1:9",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "app:create_app()"]
+    with run._process(command, environ, f"{path}.log"):
+        run._wait(port)
+        yield port
 
 
 class _Unasked:
@@ -127,6 +148,11 @@ FILL = (
     SELECT id, 1, created_at, 'pay', 'buyer', 'pending' FROM deals
     UNION ALL SELECT id, 2, created_at, 'fund', 'chain', 'funded' FROM deals""",
 )  # fmt: skip
+
+
+def _get(port, size):
+    """Return the seconds of one read over HTTP, of random deals over eight connections."""
+    return 1 / load.run(port, [load.request("GET", f"/v1/deals/{_id(random.randint(1, size))}") for _ in range(READS * 4)])
 
 
 def _read(db, world, size):
