@@ -36,6 +36,7 @@ DOMAIN_TYPE = keccak(b"EIP712Domain(string name,string version,uint256 chainId,a
 AUTHORIZATION_USED = "0x" + keccak(b"AuthorizationUsed(address,bytes32)").hex()
 TRANSFER = "0x" + keccak(b"Transfer(address,address,uint256)").hex()
 ERC1271_MAGIC = keccak(b"isValidSignature(bytes32,bytes)")[:4]
+_ADDRESS, _HASH = re.compile(r"0x[0-9a-fA-F]{40}").fullmatch, re.compile(r"0x[0-9a-fA-F]{64}").fullmatch
 # Words of a node for a call that the contract itself failed; any other error, such as a rate limit, says nothing.
 CALL_FAILED = re.compile(r"revert|out ?of ?gas|gas required|opcode|jump|stack (under|over)flow|evm error", re.IGNORECASE)
 
@@ -125,7 +126,7 @@ def checksum(address):
 
 def is_address(text):
     """Whether ``text`` is an address: one case throughout, or a mixed case that passes its EIP-55 checksum."""
-    if not re.fullmatch(r"0x[0-9a-fA-F]{40}", text):
+    if not _ADDRESS(text):
         return False
     digits = text[2:]
     return digits in (digits.lower(), digits.upper()) or checksum(text.lower()) == text
@@ -391,7 +392,7 @@ class Ledger:
     def _by_hint(self, authorization, hint):
         """Return (units at the payee, the hash if it really is this authorization's transaction, or None)."""
         balance = self._call("70a08231" + _word(authorization.to).hex(), None)
-        if not re.fullmatch(r"0x[0-9a-fA-F]{64}", hint):
+        if not _HASH(hint):
             return _int(self._ask(balance)[0]), None
         units, receipt = self._ask(balance, ("eth_getTransactionReceipt", [hint]))
         return _int(units), hint.lower() if self._proves(receipt, authorization) else None

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from typing import NamedTuple
 
-import baton
 import chain
 import db as database
 import deals
@@ -92,8 +91,7 @@ def create(db, world, call):
             raise protocols.Mismatch("A GET starts no deal: send the payment with the POST that has the deal's terms.")
         protocols.match_terms(world.terminal, offer, payment)
         payment = _check_signature(world, call, payment)
-        with world.working():
-            return _pay(db, world, call, offer, payment, deal, own, off)
+        return _pay(db, world, call, offer, payment, deal, own, off)
     except protocols.Mismatch as mismatch:
         if call.refusal:
             raise call.refusal from None
@@ -185,7 +183,7 @@ def _check_signature(world, call, payment):
     digest = authorization.digest(world.terminal.token)
     tidy = chain.tidy_signature(payment.signature)
     if chain.signer(digest, tidy) == authorization.payer:
-        return dataclasses.replace(payment, signature=tidy)
+        return payment if tidy == payment.signature else dataclasses.replace(payment, signature=tidy)
     try:
         with _slot(world, call):
             if world.ledger.signed_by_contract(authorization.payer, digest, payment.signature):
@@ -215,13 +213,14 @@ def _pay(db, world, call, offer, payment, deal, own, off):
     check_switches(off)
     with _slot(world, call):
         protocols.match_moment(world.terminal, offer, payment, now=now)
-        with baton.aside():
-            landed = _verify(world, offer, payment, now=now)
-        claimed = _claim(db, world, offer, payment, call, deal, now=world.now())
-        if claimed is None:  # another request was faster: its claim decides
-            deal, own = look(db, offer.deal_id)[0], find_payment(db, payment.authorization)
-            return _known(db, world, offer, payment, call, deal, own, now=world.now()) or _in_progress()
-        return _settled(db, world, offer, claimed, send=not landed)
+        landed = _verify(world, offer, payment, now=now)
+        with world.working():
+            claimed = _claim(db, world, offer, payment, call, deal, now=world.now())
+            if claimed:
+                return _settled(db, world, offer, claimed, send=not landed)
+        # Another request was faster: its claim decides.
+        deal, own = look(db, offer.deal_id)[0], find_payment(db, payment.authorization)
+        return _known(db, world, offer, payment, call, deal, own, now=world.now()) or _in_progress()
 
 
 def _slot(world, call):
@@ -308,10 +307,9 @@ def _may_retry(db, world, deal, payment):
         return True
     row = db.execute("SELECT max(valid_before) AS last FROM payments WHERE deal_id = :id", {"id": deal["id"]}).fetchone()
     try:
-        with baton.aside():
-            head = world.ledger.head(depth=world.settings.confirmations)
-            dead = head.time > (row["last"] or 0) + settlement.MARGIN
-            return dead and world.ledger.balance(deal["deposit_address"], at=head.number) < deals.SMALLEST_TRANSFER
+        head = world.ledger.head(depth=world.settings.confirmations)
+        dead = head.time > (row["last"] or 0) + settlement.MARGIN
+        return dead and world.ledger.balance(deal["deposit_address"], at=head.number) < deals.SMALLEST_TRANSFER
     except chain.ChainUnknown as error:
         raise _chain_unknown() from error
 

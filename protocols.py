@@ -200,13 +200,13 @@ def read(signatures, authorizations):
 
 def _decode(text):
     """Decode base64 (either alphabet, padded or not) of a strict JSON object."""
-    if not re.fullmatch(r"[A-Za-z0-9+/_-]+={0,2}", text):
-        raise ValueError("it is not base64")
-    text = text.rstrip("=").replace("-", "+").replace("_", "/")
+    digits = text.rstrip("=").replace("-", "+").replace("_", "/")
     try:
-        data = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except binascii.Error:
-        raise ValueError("it is not base64") from None
+        data = digits and binascii.a2b_base64(digits + "=" * (-len(digits) % 4), strict_mode=True)
+    except ValueError:
+        data = b""
+    if not data or len(text) - len(digits) > 2:
+        raise ValueError("it is not base64")
     value = chain.read_json(data)
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -273,6 +273,12 @@ def _read_mpp(value):
     )
 
 
+_DECIMAL, _ADDRESS, _NONCE, _SIGNATURE = (
+    re.compile(pattern).fullmatch
+    for pattern in (r"[0-9]{1,78}", r"0x[0-9a-fA-F]{40}", r"0x[0-9a-fA-F]{64}", r"0x[0-9a-fA-F]{128,12000}")
+)
+
+
 def read_authorization(fields):
     """Read an authorization as both protocols write it. Raises ValueError naming the field."""
     if not isinstance(fields, dict):
@@ -280,29 +286,29 @@ def read_authorization(fields):
 
     def text(name, pattern):
         value = fields.get(name)
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        if not isinstance(value, str) or not pattern(value):
             raise ValueError(f"{name} of the authorization is missing or malformed")
         return value.lower()
 
     def number(name):
-        value = int(text(name, r"[0-9]{1,78}"))
+        value = int(text(name, _DECIMAL))
         if value >= 1 << 256:
             raise ValueError(f"{name} of the authorization is too large")
         return value
 
     return chain.Authorization(
-        payer=text("from", r"0x[0-9a-fA-F]{40}"),
-        to=text("to", r"0x[0-9a-fA-F]{40}"),
+        payer=text("from", _ADDRESS),
+        to=text("to", _ADDRESS),
         value=number("value"),
         valid_after=number("validAfter"),
         valid_before=number("validBefore"),
-        nonce=text("nonce", r"0x[0-9a-fA-F]{64}"),
+        nonce=text("nonce", _NONCE),
     )
 
 
 def read_signature(value):
     """Read a signature of any length as lower-case hex, its bytes untouched. Raises ValueError."""
-    if not isinstance(value, str) or not re.fullmatch(r"0x([0-9a-fA-F]{2}){64,6000}", value):
+    if not isinstance(value, str) or not _SIGNATURE(value) or len(value) % 2:
         raise ValueError("the signature is missing or is not hex")
     return value.lower()
 

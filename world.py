@@ -35,7 +35,7 @@ class World:
     receipt_key: bytes
     clock: Callable = time.time
     sleep: Callable = time.sleep
-    working: Callable = baton.held  # for the length of a paid call; it saves time, and nothing depends on it
+    working: Callable = baton.held  # for the length of a settlement; it saves time, and nothing depends on it
     records: dict = dataclasses.field(default_factory=dict)  # rendered records of this worker, by id and version
     declares: Callable = lambda url: None  # does the feed's latest check of this facilitator declare our kind?
 
