@@ -11,6 +11,7 @@ import os
 import pathlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import baton
@@ -28,6 +29,7 @@ MIGRATIONS: dict[int, str] = {}  # from version -> script that leads to the next
 # (https://sqlite.org/wal.html, "the WAL-reset bug"), so older libraries get a rollback journal.
 # It is kept between transactions (PERSIST): deleting it for every commit costs ten times the commit itself.
 WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
+CHECKPOINT_PAGES = 4000  # 16 MB of journal: pages that change often are copied into the database once, not four times
 BUSY_SECONDS = 5.0
 TRY_EVERY = 0.00005  # SQLite's own waits grow to 100 ms, which starves some writers for seconds when many write
 
@@ -56,8 +58,9 @@ def connect(path, *, durable=True):
     if durable:
         db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'PERSIST'}")
         db.execute(f"PRAGMA synchronous = {'FULL' if WAL_IS_SAFE else 'EXTRA'}")
+        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         db.turnstile = open(f"{path}.turn", "a")
-        db.door = _doors.setdefault(os.path.realpath(path), _Door())
+        db.door = _door(path)
     else:
         db.execute(f"PRAGMA journal_mode = {'WAL' if WAL_IS_SAFE else 'MEMORY'}")
         db.execute("PRAGMA synchronous = OFF")
@@ -65,7 +68,8 @@ def connect(path, *, durable=True):
 
 
 _thread = threading.local()
-_doors: dict[str, "_Door"] = {}  # one for each file of this process
+_doors = weakref.WeakValueDictionary()  # by process and file; a door goes with the last connection before it
+_doors_lock = threading.Lock()
 
 
 def here(path, opener=connect):
@@ -104,11 +108,31 @@ def together(db, work):
     return job.result
 
 
-class _Door:
-    """Where the threads of this process wait that want to write to one file."""
+def _door(path):
+    """Return the one door of this process to a file."""
+    key = os.getpid(), os.path.realpath(path)
+    with _doors_lock:
+        found = _doors.get(key)
+        if found is None:
+            found = _doors[key] = _Door(path)
+        return found
 
-    def __init__(self):
-        self.lock, self.waiting = threading.Lock(), collections.deque()
+
+class _Door:
+    """Where the threads of this process wait that want to write to one file.
+
+    What they do together they do over one connection, whose pages are warmer than each one's own would be.
+    """
+
+    def __init__(self, path):
+        self.path, self.lock, self.waiting, self._shared = path, threading.Lock(), collections.deque(), None
+
+    def connection(self):
+        """Return the connection for what threads do together; whoever uses it holds the door's lock."""
+        if self._shared is None:
+            self._shared = connect(self.path)
+            self._shared.door = None  # it is inside
+        return self._shared
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,14 +145,15 @@ class _Job:
 
 def _lead(db, own):
     """Do the work of all who wait once the turn has come, in one transaction; ``own`` is one of them."""
-    batch = [own]
-    db.door.waiting.remove(own)
+    batch, door = [own], db.door
+    door.waiting.remove(own)
     try:
-        with _begun(db):
-            while db.door.waiting:
-                batch.append(db.door.waiting.popleft())
+        shared = door.connection()
+        with _begun(shared):
+            while door.waiting:
+                batch.append(door.waiting.popleft())
             for job in batch:
-                _carry_out(db, job, alone=len(batch) == 1)
+                _carry_out(shared, job, alone=len(batch) == 1)
     except BaseException as error:
         for job in batch:  # nothing of any of them is kept
             job.error = error

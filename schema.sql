@@ -110,7 +110,7 @@ CREATE TABLE transfers (
   value_units      INTEGER NOT NULL CHECK (value_units > 0),
   valid_after      INTEGER NOT NULL DEFAULT 0,
   valid_before     INTEGER NOT NULL,
-  nonce            TEXT NOT NULL UNIQUE,          -- keccak256(deal id | leg): the token takes each leg once
+  nonce            TEXT NOT NULL,                 -- keccak256(deal id | leg), as unique as they: the token takes it once
   signature        TEXT,                          -- null until the sweep, which alone has the key, has signed
   status           TEXT NOT NULL CHECK (status IN ('due', 'signed', 'sent', 'blocked', 'confirmed', 'offered')),
   transaction_hash TEXT,
@@ -125,14 +125,15 @@ CREATE TABLE transfers (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX transfers_open ON transfers (next_at) WHERE next_at IS NOT NULL;
 
--- A reader's cached record is valid for one version, so every change to what a record shows raises it.
+-- A reader's cached record is valid for one version, so every change to what a record shows raises it. Funding does so
+-- once, with its event: the guarantee shows when it is signed, the payment when the event is there.
 CREATE TRIGGER deal_event_seen AFTER INSERT ON deal_events
   BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
-CREATE TRIGGER transfer_added AFTER INSERT ON transfers
+CREATE TRIGGER transfer_added AFTER INSERT ON transfers WHEN new.leg <> 'guarantee' OR new.signature IS NOT NULL
   BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
 CREATE TRIGGER transfer_changed AFTER UPDATE OF signature, status, transaction_hash ON transfers
   BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
-CREATE TRIGGER payment_changed AFTER UPDATE OF status, transaction_hash ON payments
+CREATE TRIGGER payment_changed AFTER UPDATE OF status, transaction_hash ON payments WHEN old.status = 'settled'
   BEGIN UPDATE deals SET version = version + 1 WHERE id = new.deal_id; END;
 
 -- What the database itself forbids, whatever the code does.

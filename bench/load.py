@@ -1,4 +1,8 @@
-"""A load generator that costs little itself: ready bytes over a few keep-alive connections, one thread."""
+"""A load generator that costs little itself: ready bytes over a few keep-alive connections, one thread.
+
+Which of a server's workers gets a connection is chance, and one that gets them all halves the throughput. So clients come
+and go: a connection serves as many requests as an agent may make in a row, and chance evens out within a run.
+"""
 
 import selectors
 import socket
@@ -13,35 +17,51 @@ def request(method, path, body=b"", headers=()):
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+IN_A_ROW = 10  # requests over one connection
+
+
 def run(port, requests, *, connections=8, expect=200, seconds=60):
     """Send every request once, each connection its next one after an answer; returns requests per second.
 
     Raises AssertionError on an answer of another status, TimeoutError when it takes longer than ``seconds``.
     """
     selector, waiting, answers = selectors.DefaultSelector(), iter(requests), 0
-    for _ in range(connections):
-        sock = socket.create_connection(("127.0.0.1", port))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        selector.register(sock, selectors.EVENT_READ, bytearray())
     wanted, started = b"HTTP/1.1 %d " % expect, time.perf_counter()
-    for key in list(selector.get_map().values()):
-        _send(key, waiting)
+    for number in range(connections):
+        _send(_connect(selector, port, number), waiting)  # they do not all leave at the same time
     while answers < len(requests):
         if time.perf_counter() - started > seconds:
             raise TimeoutError(f"{answers} of {len(requests)} requests were answered in {seconds} s")
         for key, _ in selector.select(1):
             data = key.fileobj.recv(65536)
-            assert data, f"the server closed the connection after {bytes(key.data[:200])}"
-            key.data.extend(data)
-            if _complete(key.data):
-                assert key.data.startswith(wanted), bytes(key.data[:1000])
-                key.data.clear()
-                answers += 1
-                _send(key, waiting)
+            client = key.data
+            assert data, f"the server closed the connection after {bytes(client.answer[:200])}"
+            client.answer.extend(data)
+            if not _complete(client.answer):
+                continue
+            assert client.answer.startswith(wanted), bytes(client.answer[:1000])
+            client.answer.clear()
+            client.served += 1
+            answers += 1
+            if client.served >= IN_A_ROW:
+                selector.unregister(key.fileobj).fileobj.close()
+                key = _connect(selector, port)
+            _send(key, waiting)
     elapsed = time.perf_counter() - started
     for key in list(selector.get_map().values()):
         key.fileobj.close()
     return len(requests) / elapsed
+
+
+class _Client:
+    def __init__(self, served):
+        self.answer, self.served = bytearray(), served
+
+
+def _connect(selector, port, number=0):
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return selector.register(sock, selectors.EVENT_READ, _Client(number % IN_A_ROW))
 
 
 def fetch(port, data):

@@ -451,7 +451,7 @@ class Laws:
         but = lambda table, **new: copy.format(table, ", ".join(new.get(name, name) for name in columns(table)))
         attempts = {
             "payments": (but("payments", id="NULL", attempt="99"), but("payments", id="NULL", nonce="'0x1'")),
-            "transfers": (but("transfers", nonce="'0x1'"), but("transfers", leg="'surplus-99'"),
+            "transfers": (but("transfers", nonce="'0x1'"),
                           "UPDATE transfers SET value_units = value_units + 1 WHERE signature IS NOT NULL"),
             "deals": (but("deals", id="'deal_x'"),
                       "UPDATE deals SET state = 'funded', seller_units = NULL, due_at = 1 WHERE state = 'refunded'",

@@ -45,7 +45,6 @@ ALL = (
     Mutant("attempt not unique", "schema.sql", "  UNIQUE (deal_id, attempt)\n", "  CHECK (attempt > 0)\n", ""),
     Mutant("deposit address not unique", "schema.sql", "deposit_address   TEXT NOT NULL UNIQUE", "deposit_address   TEXT NOT NULL", ""),
     Mutant("leg not unique", "schema.sql", "  PRIMARY KEY (deal_id, leg),\n  CHECK ((status = 'due')", "  PRIMARY KEY (deal_id, leg, nonce),\n  CHECK ((status = 'due')", ""),
-    Mutant("leg nonce not unique", "schema.sql", "nonce            TEXT NOT NULL UNIQUE,", "nonce            TEXT NOT NULL,", ""),
     Mutant("an ended deal may change", "schema.sql", "WHEN old.state IN ('released', 'refunded', 'split') AND new.state <> old.state", "WHEN 0", ""),
     Mutant("a signed transfer may change", "schema.sql", "  WHEN old.signature IS NOT NULL\n", "  WHEN 0\n", ""),
     Mutant("a refund may pay the seller", "schema.sql", "  CHECK (state <> 'refunded' OR seller_units = 0),\n", "", ""),
@@ -73,7 +72,7 @@ ALL = (
     Mutant("actions do not apply the timer", "actions.py", "        deals.apply_due(db, deal_id, now=now, treasury=world.treasury)\n        proved", "        proved", "no_sweep"),
     Mutant("the operator decides after the deadline", "operations.py", "        deals.apply_due(db, deal_id, now=now, treasury=world.treasury)\n        deal, decided", "        deal, decided", "no_sweep", count=12),
     # Commit, then go outside
-    Mutant("settled before it is claimed", "payments.py", "        claimed = _claim(", "        settlement.submit(world, payment.authorization, payment.signature, offer.url)\n        claimed = _claim(", ""),
+    Mutant("settled before it is claimed", "payments.py", "            claimed = _claim(", "            settlement.submit(world, payment.authorization, payment.signature, offer.url)\n            claimed = _claim(", ""),
     Mutant("sent before it is committed", "transfers.py", "\"UPDATE transfers SET status = 'sent' WHERE deal_id", "\"UPDATE transfers SET attempts = attempts WHERE deal_id", ""),
     Mutant("sent before the bytes are stored", "transfers.py", 'AND leg = :leg AND signature IS NULL",', 'AND leg = :leg AND signature IS NULL AND 0",', ""),
     # The chain's word

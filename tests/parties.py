@@ -135,6 +135,12 @@ class Buyer(Party):
         return self.post(deal_id, action, {**(fields or {}), "secret": secret}, **options)
 
 
+def writers(path):
+    """Return the connections this thread writes with: its own, and the one for what threads do together."""
+    own = database.here(path)
+    return own, own.door.connection()
+
+
 def _point(number):
     return coincurve.PublicKey.from_secret(number.to_bytes(32, "big")).format()
 

@@ -12,7 +12,7 @@ import operations
 import sandbox
 import transfers
 from facilitators import Outcome
-from parties import Buyer, Scripted, balance, error, fork, send, serving
+from parties import Buyer, Scripted, balance, error, fork, send, serving, writers
 
 PRICE = 20_292_000
 GRANT = 10_000_000_000
@@ -74,7 +74,8 @@ def killed_at(number, world, job):
         real = sandbox.Facilitator(chain_db, world.terminal.token, world.clock, "sandbox")
         peers = tuple(Doomed(_move(peer, real), doom) for peer in world.facilitators)
         ledger = sandbox.Ledger(chain_db, world.terminal.token, world.clock)
-        quick(database.here(world.settings.database)).set_trace_callback(doom.statement)
+        for connection in writers(world.settings.database):
+            quick(connection).set_trace_callback(doom.statement)
         job(dataclasses.replace(world, facilitators=peers, ledger=Doomed(ledger, doom)))
 
     _, status = os.waitpid(fork(run), 0)
@@ -89,7 +90,8 @@ def _move(peer, real):
 def every_point(world, job, check, prepare):
     """Kill ``job`` at its first point, its second, and so on, each time on a fresh deal, until it survives."""
     number, alive = 0, False
-    quick(database.here(world.settings.database))
+    for connection in writers(world.settings.database):
+        quick(connection)
     while not alive:
         number += 1
         assert number < 400, "the run does not end"
@@ -242,18 +244,22 @@ class Trouble:
 
     def __init__(self, path):
         self.path, self.other = path, None
-        self.db = database.here(path)
-        self.db.execute("PRAGMA busy_timeout = 1")
+        self.dbs = writers(path)
+        self._all("PRAGMA busy_timeout = 1")
+
+    def _all(self, pragma):
+        for db in self.dbs:
+            db.execute(pragma)
 
     def readonly(self):
-        self.db.execute("PRAGMA query_only = ON")
+        self._all("PRAGMA query_only = ON")
 
     def locked(self):
         self.other = database.connect(self.path)
         self.other.execute("BEGIN IMMEDIATE")
 
     def over(self):
-        self.db.execute("PRAGMA query_only = OFF")
+        self._all("PRAGMA query_only = OFF")
         if self.other:
             self.other.execute("ROLLBACK")
             self.other.close()
@@ -321,7 +327,8 @@ def test_a_slot_that_cannot_be_given_back_does_not_lose_the_answer(world, buyer,
 
 def test_a_disk_that_fills_while_deals_are_paid_loses_no_money(world, db, client, buyer, clock, sweep):
     pages = db.execute("PRAGMA page_count").fetchone()[0]
-    db.execute(f"PRAGMA max_page_count = {pages + 8}")
+    for connection in (db, *writers(world.settings.database)):
+        connection.execute(f"PRAGMA max_page_count = {pages + 8}")
     paid = []
     for number in range(40):
         body = buyer.request(ref=f"{number} " + "x" * 150)
@@ -334,7 +341,8 @@ def test_a_disk_that_fills_while_deals_are_paid_loses_no_money(world, db, client
             assert balance(world, buyer.address) == before
     statuses = {status for status, _ in paid}
     assert {200, 503} <= statuses and paid[-1][0] != 200
-    db.execute("PRAGMA max_page_count = 1000000")
+    for connection in (db, *writers(world.settings.database)):
+        connection.execute("PRAGMA max_page_count = 1000000")
     for _ in range(3):
         clock.now += 120
         sweep(3)

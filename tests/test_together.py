@@ -27,10 +27,10 @@ def queue(settings, works):
     """Let a thread for each work wait behind a transaction, then end that; returns what each got, and every commit."""
     found, commits, threads = [None] * len(works), [], []
     holder = database.connect(settings.database)
+    holder.door.connection().set_trace_callback(lambda statement: statement == "COMMIT" and commits.append(1))
 
     def run(number, work):
         db = database.connect(settings.database)
-        db.set_trace_callback(lambda statement: statement == "COMMIT" and commits.append(number))
         try:
             found[number] = database.together(db, work)
         except Exception as error:
