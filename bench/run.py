@@ -1,6 +1,6 @@
 """Compare the service with a bare Flask route and with the official x402 middleware. Run: ``make bench``.
 
-Three gunicorns with the same configuration (two workers, four threads each) on one machine, one stub that is
+Three gunicorns with the same configuration (gunicorn.conf.py: two workers) on one machine, one stub that is
 facilitator and Base node for all. The service runs in live mode: real signatures, its real chain reader, and every
 deal durably committed twice; the middleware stores nothing. Payments are signed before the clock starts. Rounds
 are interleaved, so that a noisy neighbour hurts all alike; figures are medians, ratios medians of each round's.
@@ -194,7 +194,7 @@ def _title(path):
     return (
         f"Python {sys.version.split()[0]}, SQLite {sqlite3.sqlite_version} (journal {journal}, synchronous {level}),"
         f" {os.cpu_count()} cores; gunicorn, 2 workers each; {ROUNDS} rounds of"
-        f" {QUOTES} quotes, {PAYMENTS} payments, {READS} reads over 8 connections"
+        f" {QUOTES} quotes, {PAYMENTS} payments, {READS} reads over 8 connections at a time, {load.IN_A_ROW} requests each"
     )
 
 
