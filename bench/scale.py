@@ -1,9 +1,9 @@
 """Show that reading a deal and sweeping cost the same with a million deals as with a thousand. Run: ``make bench``.
 
 Two live databases are filled by SQL with the same mix: most deals ended, one in twenty open, and the deals that fall
-due during the measurement. Measured in turns: a read over HTTP of a deal that nobody has read before, from gunicorn with
-two workers; and in one process, composing a record, a sweep that finds nothing to do, and a sweep that applies twenty
-timers. Nothing is signed or sent: the chain is away.
+due during the measurement. Measured in turns: reads over HTTP, from gunicorn with two workers, of deals that are polled
+and of deals that have changed; and in one process, composing a record, a sweep that finds nothing to do, and a sweep
+that applies twenty timers. Nothing is signed or sent: the chain is away.
 """
 
 import contextlib
@@ -45,13 +45,14 @@ def main():
         rows = {size: [] for size in SIZES}
         for number in range(ROUNDS + 1):
             for size, (db, world) in places.items():
-                figures = _get(ports[size], size), _read(db, world, size), _idle(db, world), _sweep(db, world, size + 1 + number * DUE)
+                over_http = _polled(ports[size], size), _changed(ports[size], db, size)
+                figures = *over_http, _read(db, world, size), _idle(db, world), _sweep(db, world, size + 1 + number * DUE)
                 if number:  # the first round warms up
                     rows[size].append(figures)
     medians = {size: [statistics.median(column) for column in zip(*found)] for size, found in rows.items()}
     line = "{:<32}{:>14}{:>18}   {}".format
     print(line("milliseconds, median of rounds", *(f"{size:,} deals" for size in SIZES), "ratio"))
-    measured = "one read over HTTP", "its record, composed", "a sweep with nothing due", f"a sweep with {DUE} due"
+    measured = "one read over HTTP", "of a deal that has changed", "its record, composed", "a sweep with nothing due", f"a sweep with {DUE} due"
     for what, small, large in zip(measured, *medians.values()):
         print(line(what, f"{small * 1e3:.3f}", f"{large * 1e3:.3f}", f"{large / small:.2f}"))
 
@@ -150,9 +151,18 @@ FILL = (
 )  # fmt: skip
 
 
-def _get(port, size):
-    """Return the seconds of one read over HTTP, of random deals over eight connections."""
-    return 1 / load.run(port, [load.request("GET", f"/v1/deals/{_id(random.randint(1, size))}") for _ in range(READS * 4)])
+def _polled(port, size):
+    """Return the seconds of one read over HTTP of a thousand deals that are read again and again."""
+    ids = [_id(number) for number in range(1, size + 1, size // 1000)]
+    return 1 / load.run(port, [load.request("GET", f"/v1/deals/{random.choice(ids)}") for _ in range(4000)])
+
+
+def _changed(port, db, size):
+    """Return the seconds of one read over HTTP of a thousand random deals that have changed since anybody read them."""
+    ids = [_id(number) for number in random.sample(range(1, size + 1), 1000)]
+    with database.transaction(db):
+        db.executemany("UPDATE deals SET version = version + 1 WHERE id = ?", [(deal_id,) for deal_id in ids])
+    return 1 / load.run(port, [load.request("GET", f"/v1/deals/{deal_id}") for deal_id in ids])
 
 
 def _read(db, world, size):
